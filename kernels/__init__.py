@@ -1,0 +1,1 @@
+"""Triton kernels, one file per family. Installed and imported only as ``ppo_fast.kernels``."""
