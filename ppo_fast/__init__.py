@@ -1,3 +1,76 @@
-"""PPO for language models: fused vocabulary ops and a thin trainer with a critic."""
+"""PPO for language models: fused vocabulary ops and a thin trainer with a critic.
+
+The names below are imported at first use: ``import ppo_fast`` brings neither torch nor transformers, and the ops never
+bring transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppo_fast.errors import UserError
+    from ppo_fast.ops import (
+        PPOStats,
+        ValueStats,
+        backends,
+        gae,
+        group_advantages,
+        masked_mean,
+        ppo_loss,
+        selected_logprobs,
+        shape_rewards,
+        value_loss,
+        whiten,
+    )
+    from ppo_fast.training import PPOConfig, PPOTrainer
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "PPOConfig": "ppo_fast.training",
+    "PPOStats": "ppo_fast.ops",
+    "PPOTrainer": "ppo_fast.training",
+    "UserError": "ppo_fast.errors",
+    "ValueStats": "ppo_fast.ops",
+    "backends": "ppo_fast.ops",
+    "gae": "ppo_fast.ops",
+    "group_advantages": "ppo_fast.ops",
+    "masked_mean": "ppo_fast.ops",
+    "ppo_loss": "ppo_fast.ops",
+    "selected_logprobs": "ppo_fast.ops",
+    "shape_rewards": "ppo_fast.ops",
+    "value_loss": "ppo_fast.ops",
+    "whiten": "ppo_fast.ops",
+}
+
+__all__ = [
+    "PPOConfig",
+    "PPOStats",
+    "PPOTrainer",
+    "UserError",
+    "ValueStats",
+    "__version__",
+    "backends",
+    "gae",
+    "group_advantages",
+    "masked_mean",
+    "ppo_loss",
+    "selected_logprobs",
+    "shape_rewards",
+    "value_loss",
+    "whiten",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The four roles (policy, reference, critic, reward) and how they share weights."""

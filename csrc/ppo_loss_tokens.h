@@ -1,0 +1,51 @@
+// The body of ppo_loss.cpp for one instruction set: a run of tokens in one pass.
+#include "vec.h"
+#include "exp.h"
+#include "ppo_token.h"
+#include "token_run.h"
+
+template <class S>
+static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t end, double* sums) {
+  using V = typename Lanes<S>::type;
+  PpoSettings<V> s;
+  s.low = splat<V>(a.low);
+  s.high = splat<V>(a.high);
+  s.dual_clip = splat<V>(a.dual_clip);
+  s.cispo = a.cispo;
+  s.entropy_in_loss = a.entropy != nullptr && a.entropy_coef != 0;
+  s.kl_in_loss = a.ref_logprobs != nullptr && a.kl_coef != 0;
+  s.entropy_coef = splat<V>(a.entropy_coef);
+  s.kl_coef = splat<V>(a.kl_coef);
+  s.kl_estimator = a.kl_estimator;
+
+  LaneSums<V, kPpoSums> total;
+  TokenRun<V> run(a.row_weights, a.T, begin, end);
+  for (; run.more(); run.next()) {
+    const int64_t i = run.i, n = run.n;
+    const auto live = load_mask_n<V>(a.mask + i, n);
+    // Zeros in place of masked inputs make every sum below vanish there; the weight does it for the gradient.
+    const V logprob = load_live_n<V>(live, a.logprobs + i, n);
+    const V old = load_live_n<V>(live, a.old_logprobs + i, n);
+    const V advantage = load_live_n<V>(live, a.advantages + i, n);
+    const V entropy = a.entropy ? load_live_n<V>(live, a.entropy + i, n) : splat<V>(0);
+    const V ref = a.ref_logprobs ? load_live_n<V>(live, a.ref_logprobs + i, n) : logprob;
+    const PpoToken<V> t = ppo_token<V>(logprob, old, advantage, entropy, ref, s);
+    const V weight = live ? run.weights() : splat<V>(0);
+    store_n<V>(a.d_logprobs + i, weight * t.d_logprob, n);
+    if (a.d_entropy) store_n<V>(a.d_entropy + i, s.entropy_in_loss ? -s.entropy_coef * weight : splat<V>(0), n);
+
+    total.add(0, live ? splat<V>(1) : splat<V>(0));
+    total.add(1, t.surrogate);
+    total.add(2, t.flat);
+    total.add(3, t.outside);
+    total.add(4, t.ratio_minus_1);
+    total.add(5, t.ratio_minus_1 * t.ratio_minus_1);
+    total.add(6, t.k1);
+    total.add(7, t.k2);
+    total.add(8, t.k3);
+    total.add(9, t.ref_kl);
+    total.add(10, entropy);
+    total.add(11, weight * t.loss);
+  }
+  total.store(sums);
+}

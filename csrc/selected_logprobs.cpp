@@ -1,0 +1,359 @@
+// selected_logprobs: the log-prob of one token per row of logits [A, B, V], the entropy of the row, and its gradient.
+//
+// Forward: live rows are cut into segments of 16384 columns -> each segment in one pass, memory read once, gives a
+// reference r, sum of exp((x - r) / T) and, if the entropy is wanted, the same sum weighted by x - r -> segments of a row
+// are joined in order. Backward: each element is exp((x - r) / T) * (constant + slope * (x - r)), written once, over the
+// logits or into a fresh tensor past the caches; the token's own element is then set from double arithmetic.
+//
+// Numerics. Differences x - r are exact for close neighbours wherever the row lies, so logits around -1e4 cost nothing.
+// The reference trails the maximum by at most 8 nats: exponentials stay below 3000, blocks of 2048 are summed in float32
+// lanes (at most 32 terms each at AVX-512) and joined in double. The maximum or a term near it is always among the
+// terms, so the total is at least 1 and log-probs come out <= 0; where the reference trails, rounding could put a certain
+// token at +1e-7, which is cut to 0, as is an entropy below 0.
+//   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every probability.
+// Rows beyond |lse| > 32 (2e-6) are summed again, a group of rows at a time so that the second read hits a cache;
+// without that, logits at -1e4 would be off by 5e-4 each, all to one side.
+//   Bits depend on the row and its width alone: not on threads, other rows, strides or alignment.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "parallel.h"
+#include "tensors.h"
+
+namespace ppo_fast {
+
+constexpr int64_t kSegment = 16384;  // columns to a task: 10 for 151936, so that one row keeps several threads busy
+constexpr int64_t kBlock = 2048;     // columns between two looks at the maximum; divides kSegment
+constexpr int64_t kProbe = 512;      // columns whose maximum is a segment's first reference
+
+// What part of a row amounts to, in the units of its logits.
+struct RowSums {
+  double reference;  // -inf where every element is
+  double total;      // sum of exp((x - reference) / T); NaN where an element is NaN or +inf
+  double weighted;   // sum of the same times (x - reference)
+};
+
+// gradient_j = exp(d / T) * (constant + slope * d), d = x_j - reference.
+struct RowGradient {
+  double reference, temperature, constant, slope;
+};
+
+}  // namespace ppo_fast
+
+#define PPO_FAST_BODY "selected_logprobs_rows.h"
+#include "for_each_isa.h"
+
+namespace ppo_fast {
+namespace {
+
+template <class T> using StatOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class T> auto row_sums_kernel(bool entropy) {
+  if constexpr (std::is_same_v<T, double>) {
+    return entropy ? &portable::row_sums<T, true> : &portable::row_sums<T, false>;
+  } else {
+    return entropy ? PPO_FAST_PICK(row_sums<T, true>) : PPO_FAST_PICK(row_sums<T, false>);
+  }
+}
+
+template <class T> auto row_gradient_kernel(bool stream) {
+  if constexpr (std::is_same_v<T, double>) {
+    return &portable::row_gradient<T, false>;
+  } else {
+    return stream ? PPO_FAST_PICK(row_gradient<T, true>) : PPO_FAST_PICK(row_gradient<T, false>);
+  }
+}
+
+// Joins the segments of a row, in order.
+RowSums join(const RowSums* segments, int64_t count, double temperature) {
+  RowSums row{-std::numeric_limits<double>::infinity(), 0, 0};
+  for (int64_t s = 0; s < count; ++s) row.reference = std::max(row.reference, segments[s].reference);
+  for (int64_t s = 0; s < count; ++s) {
+    const RowSums& part = segments[s];
+    if (part.total == 0) continue;  // nothing but -inf
+    const double drop = part.reference - row.reference, scale = std::exp(drop / temperature);
+    row.total += scale * part.total;
+    row.weighted += scale * (part.weighted + part.total * drop);
+  }
+  return row;
+}
+
+// Rows of [A, B, V] by flat index a * B + b.
+template <class T> struct Rows {
+  T* base;
+  int64_t B, V, stride_a, stride_b;
+
+  Rows(const Tensor& logits, T* memory)
+      : base(memory), B(logits.size(1)), V(logits.size(2)), stride_a(logits.stride(0)), stride_b(logits.stride(1)) {}
+  T* operator[](int64_t row) const { return base + (row / B) * stride_a + (row % B) * stride_b; }
+};
+
+template <class T> double element(const T* row, int64_t column) {
+  return static_cast<double>(static_cast<StatOf<T>>(row[column]));
+}
+
+void check_logits(const Tensor& logits) {
+  check(logits.is_cpu() && logits.dim() == 3, "logits", "a CPU tensor [A, B, V]");
+  check(logits.size(2) < 2 || logits.stride(2) == 1, "logits", "contiguous in its last dimension");
+}
+
+// The check stands before any parallel region: an exception in one would end the process.
+void check_ids(const int64_t* ids, const bool* mask, int64_t count, int64_t V) {
+  for (int64_t row = 0; row < count; ++row) {
+    if ((ids[row] < 0 || ids[row] >= V) && !(mask && !mask[row])) {
+      throw std::out_of_range("token_ids must lie in [0, " + std::to_string(V) + "), got " + std::to_string(ids[row]) +
+                              " at live position " + std::to_string(row));
+    }
+  }
+}
+
+// f(row index in [first, last), first column, columns) for every segment of those rows, in parallel.
+template <class F> void over_segments(int64_t first, int64_t last, int64_t V, const F& f) {
+  const int64_t segments = ceil_div(V, kSegment);
+  parallel((last - first) * segments, std::min(V, kSegment), [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t column = task % segments * kSegment;
+      f(first + task / segments, column, std::min(kSegment, V - column));
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------------ forward
+
+template <class T>
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& token_ids, const Tensor& temperature_,
+                                           const std::optional<Tensor>& mask_, bool return_entropy) {
+  using S = StatOf<T>;
+  constexpr ScalarType dtype = scalar_type_of<S>;
+  const int64_t A = logits.size(0), B = logits.size(1), V = logits.size(2);
+  const int64_t* ids = data<int64_t>(token_ids, "token_ids", ScalarType::Long, {A, B});
+  const S* temperature = data<S>(temperature_, "temperature", dtype, {A, B});
+  const bool* mask = optional_data<bool>(mask_, "mask", ScalarType::Bool, {A, B});
+  const Rows<const T> rows(logits, static_cast<const T*>(logits.const_data_ptr()));
+  check_ids(ids, mask, A * B, V);
+  std::vector<int64_t> live;
+  for (int64_t row = 0; row < A * B; ++row) {
+    if (!mask || mask[row]) live.push_back(row);
+  }
+
+  Tensor logprobs_ = empty({A, B}, dtype), lse_ = empty({A, B}, dtype);
+  Tensor entropy_ = return_entropy ? empty({A, B}, dtype) : empty({0}, dtype);
+  S *logprobs = writable<S>(logprobs_), *lse = writable<S>(lse_), *entropy = writable<S>(entropy_);
+  std::fill_n(logprobs, A * B, S(0));
+  std::fill_n(lse, A * B, S(0));
+  if (return_entropy) std::fill_n(entropy, A * B, S(0));
+
+  const int64_t count = static_cast<int64_t>(live.size()), segments = ceil_div(V, kSegment);
+  std::vector<RowSums> parts(static_cast<size_t>(count * segments));
+  const auto sums = row_sums_kernel<T>(return_entropy);
+  over_segments(0, count, V, [&](int64_t i, int64_t column, int64_t columns) {
+    const int64_t row = live[static_cast<size_t>(i)];
+    parts[static_cast<size_t>(i * segments + column / kSegment)] = sums(rows[row] + column, columns, temperature[row]);
+  });
+  parallel(count, 64 * segments, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = live[static_cast<size_t>(i)];
+      const double t = temperature[row];
+      const RowSums s = join(&parts[static_cast<size_t>(i * segments)], segments, t);
+      if (s.reference == -std::numeric_limits<double>::infinity()) {
+        logprobs[row] = lse[row] = -std::numeric_limits<S>::infinity();  // the entropy stays 0
+        continue;
+      }
+      const double log_total = std::log(s.total);
+      const double logprob = (element(rows[row], ids[row]) - s.reference) / t - log_total;
+      logprobs[row] = static_cast<S>(logprob > 0 ? 0 : logprob);
+      lse[row] = static_cast<S>(s.reference / t + log_total);
+      if (return_entropy) {
+        const double h = log_total - s.weighted / (s.total * t);
+        entropy[row] = static_cast<S>(h < 0 ? 0 : h);
+      }
+    }
+  });
+  return {logprobs_, entropy_, lse_};
+}
+
+// ----------------------------------------------------------------------------------------------------------- backward
+
+// A row whose gradient isn't simply zero.
+struct Work {
+  int64_t row;
+  double c, e, entropy;         // gradients of the log-prob and the entropy, and the entropy
+  double reference, log_total;  // lse = reference / T + log_total
+  bool sum_again;               // log_total is too coarse
+};
+
+constexpr double kTrustedLse = 32;
+constexpr int64_t kGroupBytes = 8 << 20;  // logits read twice within one group: part of a last-level cache
+
+// d logprob_j = c (1[j = y] - p_j), d entropy_j = -e p_j (log p_j + entropy), with log p_j = d / T - log_total.
+RowGradient row_constants(const Work& w, double t) {
+  const double scale = std::exp(-w.log_total) / t;
+  return {w.reference, t, scale * (-w.c - w.e * w.entropy + w.e * w.log_total), -scale * w.e / t};
+}
+
+// The gradient at the token itself, where 1 - p would cancel.
+double gradient_at_token(const Work& w, double x, double t) {
+  const double logp = (x - w.reference) / t - w.log_total, p = std::exp(logp);
+  const double from_entropy = p == 0 ? 0 : w.e * p * (logp + w.entropy);
+  return (-w.c * std::expm1(logp) - from_entropy) / t;
+}
+
+template <class T>
+void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_entropy,
+                    const Tensor& logits, const Tensor& token_ids, const Tensor& temperature_,
+                    const std::optional<Tensor>& mask_, const Tensor& entropy_, const Tensor& lse_, const Rows<T>& out,
+                    bool stream) {
+  using S = StatOf<T>;
+  constexpr ScalarType dtype = scalar_type_of<S>;
+  const int64_t A = logits.size(0), B = logits.size(1), V = logits.size(2);
+  const S* c = optional_data<S>(grad_logprobs, "grad_logprobs", dtype, {A, B});
+  const S* e = optional_data<S>(grad_entropy, "grad_entropy", dtype, {A, B});
+  const int64_t* ids = data<int64_t>(token_ids, "token_ids", ScalarType::Long, {A, B});
+  const S* temperature = data<S>(temperature_, "temperature", dtype, {A, B});
+  const bool* mask = optional_data<bool>(mask_, "mask", ScalarType::Bool, {A, B});
+  const S* entropy = e ? data<S>(entropy_, "entropy", dtype, {A, B}) : nullptr;
+  const S* lse = data<S>(lse_, "lse", dtype, {A, B});
+  const Rows<const T> rows(logits, static_cast<const T*>(logits.const_data_ptr()));
+  check_ids(ids, mask, A * B, V);
+
+  std::vector<Work> work;
+  std::vector<int64_t> zero;
+  for (int64_t row = 0; row < A * B; ++row) {
+    const double c_row = c ? c[row] : 0, e_row = e ? e[row] : 0;
+    const bool live = !mask || mask[row];
+    // A dead row (no gradient arrives) costs no read, unless it is NaN: that shows in its lse.
+    if (!live || lse[row] == -std::numeric_limits<S>::infinity() || (c_row == 0 && e_row == 0 && lse[row] == lse[row])) {
+      zero.push_back(row);
+      continue;
+    }
+    const double t = temperature[row], reference = static_cast<S>(lse[row] * t);
+    const bool coarse = std::is_same_v<S, float> && std::fabs(lse[row]) > kTrustedLse;
+    work.push_back({row, c_row, e_row, e ? entropy[row] : 0, reference, lse[row] - reference / t, coarse});
+  }
+
+  over_segments(0, static_cast<int64_t>(zero.size()), V, [&](int64_t i, int64_t column, int64_t columns) {
+    std::memset(static_cast<void*>(out[zero[static_cast<size_t>(i)]] + column), 0, static_cast<size_t>(columns) * sizeof(T));
+  });
+
+  const auto sums = row_sums_kernel<T>(false);
+  const auto gradient = row_gradient_kernel<T>(stream);
+  const int64_t count = static_cast<int64_t>(work.size()), segments = ceil_div(V, kSegment);
+  const bool any_coarse = std::any_of(work.begin(), work.end(), [](const Work& w) { return w.sum_again; });
+  const int64_t group = any_coarse ? std::max<int64_t>(1, kGroupBytes / (V * int64_t{sizeof(T)})) : count;
+  std::vector<RowSums> parts(any_coarse ? static_cast<size_t>(group * segments) : 0);
+  for (int64_t first = 0; first < count; first += group) {
+    const int64_t last = std::min(count, first + group);
+    if (any_coarse) {
+      over_segments(first, last, V, [&](int64_t i, int64_t column, int64_t columns) {
+        const Work& w = work[static_cast<size_t>(i)];
+        if (!w.sum_again) return;
+        parts[static_cast<size_t>((i - first) * segments + column / kSegment)] =
+            sums(rows[w.row] + column, columns, temperature[w.row]);
+      });
+      for (int64_t i = first; i < last; ++i) {
+        Work& w = work[static_cast<size_t>(i)];
+        if (!w.sum_again) continue;
+        const RowSums s = join(&parts[static_cast<size_t>((i - first) * segments)], segments, temperature[w.row]);
+        w.reference = s.reference;
+        w.log_total = std::log(s.total);
+      }
+    }
+    over_segments(first, last, V, [&](int64_t i, int64_t column, int64_t columns) {
+      const Work& w = work[static_cast<size_t>(i)];
+      const double t = temperature[w.row];
+      const int64_t y = ids[w.row];
+      const bool holds_token = column <= y && y < column + columns;
+      const double x_token = holds_token ? element(rows[w.row], y) : 0;  // before it may be overwritten
+      gradient(rows[w.row] + column, out[w.row] + column, columns, row_constants(w, t));
+      if (holds_token) out[w.row][y] = static_cast<T>(static_cast<S>(gradient_at_token(w, x_token, t)));
+    });
+  }
+}
+
+// A large fresh tensor is mostly page faults: 2 MiB pages, where the system has them on request, make them rare.
+void ask_for_huge_pages(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: may fail
+#else
+  (void)memory;
+  (void)bytes;
+#endif
+}
+
+// Calls f with a null pointer to the element type.
+template <class F> void by_dtype(const Tensor& logits, const F& f) {
+  switch (logits.scalar_type()) {
+    case ScalarType::Float: return f(static_cast<float*>(nullptr));
+    case ScalarType::BFloat16: return f(static_cast<BFloat16*>(nullptr));
+    case ScalarType::Half: return f(static_cast<Half*>(nullptr));
+    case ScalarType::Double: return f(static_cast<double*>(nullptr));
+    default: throw std::invalid_argument("logits must be float32, bfloat16, float16 or float64");
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> selected_logprobs(Tensor logits,               // [A, B, V]
+                                                     Tensor token_ids,            // [A, B] int64
+                                                     Tensor temperature,          // [A, B]
+                                                     std::optional<Tensor> mask,  // [A, B] bool
+                                                     bool return_entropy) {
+  check_logits(logits);
+  std::optional<std::tuple<Tensor, Tensor, Tensor>> result;
+  by_dtype(logits, [&](auto* type) {
+    result = forward<std::remove_pointer_t<decltype(type)>>(logits, token_ids, temperature, mask, return_entropy);
+  });
+  return *result;
+}
+
+Tensor selected_logprobs_backward(std::optional<Tensor> grad_logprobs,  // [A, B]
+                                  std::optional<Tensor> grad_entropy,   // [A, B]
+                                  Tensor logits,                        // [A, B, V]
+                                  Tensor token_ids,                     // [A, B] int64
+                                  Tensor temperature,                   // [A, B]
+                                  std::optional<Tensor> mask,           // [A, B] bool
+                                  Tensor entropy,                       // [A, B], or [0] without grad_entropy
+                                  Tensor lse) {                         // [A, B]
+  check_logits(logits);
+  Tensor out = empty({logits.size(0), logits.size(1), logits.size(2)}, logits.scalar_type());
+  by_dtype(logits, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const int64_t bytes = out.numel() * int64_t{sizeof(T)};
+    const bool large = bytes >= (int64_t{4} << 20);  // else it may as well stay in the caches for its reader
+    if (large) ask_for_huge_pages(out.mutable_data_ptr(), bytes);
+    write_gradient<T>(grad_logprobs, grad_entropy, logits, token_ids, temperature, mask, entropy, lse,
+                      Rows<T>(out, writable<T>(out)), large);
+  });
+  return out;
+}
+
+void selected_logprobs_backward_(std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy, Tensor logits,
+                                 Tensor token_ids, Tensor temperature, std::optional<Tensor> mask, Tensor entropy,
+                                 Tensor lse) {
+  check_logits(logits);
+  check((logits.size(0) < 2 || logits.stride(0) != 0) && (logits.size(1) < 2 || logits.stride(1) != 0), "logits",
+        "without overlapping rows, since they are overwritten");
+  by_dtype(logits, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    write_gradient<T>(grad_logprobs, grad_entropy, logits, token_ids, temperature, mask, entropy, lse,
+                      Rows<T>(logits, writable<T>(logits)), false);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ppo_fast, CPU, m) {
+  m.impl("selected_logprobs", TORCH_BOX(&selected_logprobs));
+  m.impl("selected_logprobs_backward", TORCH_BOX(&selected_logprobs_backward));
+  m.impl("selected_logprobs_backward_", TORCH_BOX(&selected_logprobs_backward_));
+}
+
+}  // namespace ppo_fast

@@ -1,0 +1,64 @@
+// What every op needs of the LibTorch stable ABI: argument checks and output tensors. Baseline code only.
+//
+// The Python wrappers have checked their arguments in words by the time a kernel runs; the checks here keep a direct
+// call of torch.ops.ppo_fast.* from reading memory that isn't there. std::invalid_argument arrives as ValueError and
+// std::out_of_range as IndexError in Python.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ppo_fast {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check(bool condition, const char* argument, const char* expected) {
+  if (!condition) throw std::invalid_argument(std::string(argument) + " must be " + expected);
+}
+
+// Contiguous, of this dtype and shape; `data` and `optional_data` return its memory.
+inline void check_tensor(const Tensor& x, const char* name, ScalarType dtype, std::initializer_list<int64_t> shape) {
+  check(x.is_cpu() && x.scalar_type() == dtype, name, "a CPU tensor of the statistics' (or its own fixed) dtype");
+  bool same = x.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  for (const int64_t size : shape) same = same && x.size(axis++) == size;
+  check(same && x.is_contiguous(), name, "contiguous and of the shape that the first argument implies");
+}
+
+template <class S>
+const S* data(const Tensor& x, const char* name, ScalarType dtype, std::initializer_list<int64_t> shape) {
+  check_tensor(x, name, dtype, shape);
+  return static_cast<const S*>(x.const_data_ptr());
+}
+template <class S>
+const S* optional_data(const std::optional<Tensor>& x, const char* name, ScalarType dtype,
+                       std::initializer_list<int64_t> shape) {
+  return x.has_value() ? data<S>(*x, name, dtype, shape) : nullptr;
+}
+
+template <class S> S* writable(const Tensor& x) { return static_cast<S*>(x.mutable_data_ptr()); }
+
+inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) {
+  return torch::stable::empty(std::vector<int64_t>(shape), dtype);
+}
+
+template <class S> constexpr ScalarType scalar_type_of = ScalarType::Float;
+template <> inline constexpr ScalarType scalar_type_of<double> = ScalarType::Double;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace ppo_fast

@@ -1,0 +1,148 @@
+"""From replies and scores to advantages: one pass over the roles that don't sample, then arithmetic on [B, T]."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_fast import ops
+from ppo_fast.models.roles import Actor, Roles
+from ppo_fast.models.tokens import TokenBatch
+from ppo_fast.profiling import annotate
+from ppo_fast.rollout.batch import Rollout
+from ppo_fast.training.config import PPOConfig
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """What the frozen roles say about the replies. Float32, [B, T] unless noted, 0 where not live."""
+
+    rescored_logprobs: Tensor | None  # the trainer's own log-probs, with old_logprobs="rescored"
+    ref_logprobs: Tensor | None  # None without a reference
+    values: Tensor
+    bootstrap_values: Tensor  # [B], of the state after the last token
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Everything an update needs, fixed before its first step. Float32, [B, T] unless noted."""
+
+    rollout: Rollout
+    mask: Tensor  # bool, the tokens that take part in the update
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor
+    rewards: Tensor
+    advantages: Tensor  # whitened over all live tokens
+    returns: Tensor
+    scores: Tensor  # [B], after the EOS rule, 0 where unscored
+    kl_rewards: Tensor  # the part of rewards that the reference asks for
+    raw_advantages: Tensor  # before whitening
+
+    def rows(self, index: Tensor) -> Experience:
+        """The chosen rows, cut to the longest reply among them."""
+        rollout = self.rollout.rows(index)
+        width = rollout.response_mask.shape[1]
+        cut = {
+            field.name: value[index, :width] if value.dim() == 2 else value[index]
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, rollout=rollout, **cut)
+
+
+def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -> Iterator[Tensor]:
+    """Row indices ``start .. start + count`` in runs of ``size``: the same rows together in scoring and in training."""
+    yield from torch.arange(start, start + count, device=device).split(size)
+
+
+def policy_logprobs(actor: Actor, batch: TokenBatch, temperature: float) -> Tensor:
+    """Log-probs [B, T] of the reply tokens under ``actor``, at the sampling temperature."""
+    hidden = actor.hidden(batch)
+    head = actor.head
+    return ops.linear_selected_logprobs(
+        hidden, head.weight, batch.response_ids, mask=batch.response_mask, temperature=temperature, **head.kwargs()
+    )
+
+
+@torch.no_grad()
+def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress) -> Forwards:
+    """Reference log-probs and values of every reply token, and the policy's own where they are asked for."""
+    shape = rollout.response_mask.shape
+    device = rollout.token_ids.device
+    wanted = {"rescored": roles.policy if config.old_logprobs == "rescored" else None, "reference": roles.reference}
+    logprobs = {name: torch.zeros(shape, device=device) for name, actor in wanted.items() if actor is not None}
+    values, bootstrap = torch.zeros(shape, device=device), torch.zeros(shape[0], device=device)
+    for rows in micro_batches(shape[0], config.micro_batch_size, device):
+        batch = rollout.rows(rows)
+        width = batch.response_mask.shape[1]
+        for name, filled in logprobs.items():
+            with annotate(f"ppo_fast/{name}_forward"):
+                filled[rows, :width] = policy_logprobs(wanted[name], batch, config.temperature)
+        row_values, bootstrap[rows] = roles.critic.values(batch)
+        values[rows, :width] = row_values.where(batch.response_mask, 0.0)
+        progress(int(batch.response_mask.sum()))
+    return Forwards(logprobs.get("rescored"), logprobs.get("reference"), values, bootstrap)
+
+
+def eos_rule(scores: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:
+    """Scores [B] after what a reply pays for not ending: a fixed score in place of its own, or a penalty."""
+    if config.missing_eos_score is not None:
+        return scores.where(finished, config.missing_eos_score)
+    return scores - (config.missing_eos_penalty or 0.0) * ~finished
+
+
+def shape(
+    rollout: Rollout, forwards: Forwards, task_scores: list[float | None], kl_coef: float, config: PPOConfig
+) -> Experience:
+    """Token rewards, advantages and returns of one rollout batch.
+
+    ``r_t = -kl_coef * k(logp_old - logp_ref) + 1[t = last] * score`` (seeds/000, Eq. 3.1), GAE on them, advantages
+    whitened over all live tokens, returns left as they are.
+    """
+    device = rollout.token_ids.device
+    scored = torch.tensor([value is not None for value in task_scores], device=device)
+    scores = torch.tensor([value or 0.0 for value in task_scores], device=device)
+    scores = eos_rule(scores, rollout.finished, config)
+    cut = ~rollout.finished
+    mask = rollout.response_mask & scored[:, None]
+    bootstrap_values = torch.zeros_like(scores)
+    if config.truncation == "mask":
+        mask = mask & rollout.finished[:, None]
+    elif config.truncation == "bootstrap":
+        scores = scores.where(~cut, 0.0)
+        bootstrap_values = forwards.bootstrap_values.where(cut, 0.0)
+    scores = scores.where(scored, 0.0)
+
+    old = rollout.logprobs if forwards.rescored_logprobs is None else forwards.rescored_logprobs
+    ref = forwards.ref_logprobs
+    in_reward = kl_coef if config.kl_in == "reward" and ref is not None else 0.0
+    zeros = torch.zeros_like(scores)
+    estimator = config.kl_estimator
+    kl_rewards = ops.shape_rewards(zeros, old, ref, mask, kl_coef=in_reward, kl_estimator=estimator)
+    rewards = ops.shape_rewards(scores, old, ref, mask, kl_coef=in_reward, kl_estimator=estimator)
+    if config.whiten_rewards:
+        rewards = ops.whiten(rewards, mask, shift_mean=False)
+    advantages, returns, moments = ops.gae(
+        rewards, forwards.values, mask, gamma=config.gamma, lam=config.lam, bootstrap_values=bootstrap_values,
+        return_moments=True,
+    )  # fmt: skip
+    return Experience(
+        rollout=rollout,
+        mask=mask,
+        old_logprobs=old,
+        ref_logprobs=ref,
+        values=forwards.values,
+        rewards=rewards,
+        advantages=ops.whiten(advantages, mask, moments=moments),
+        returns=returns,
+        scores=scores,
+        kl_rewards=kl_rewards,
+        raw_advantages=advantages,
+    )

@@ -1,0 +1,441 @@
+"""PPO with a critic for language models: text in, text out, one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    get_scheduler,
+    set_seed,
+)
+from transformers.trainer_callback import CallbackHandler
+
+from ppo_fast.errors import UserError
+from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer
+from ppo_fast.models.roles import build_roles
+from ppo_fast.rollout import Rollout, generate
+from ppo_fast.training import checkpoint, metrics, record, update
+from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
+from ppo_fast.training.checks import Agreement, agreement, require_agreement
+from ppo_fast.training.config import PPOConfig
+from ppo_fast.training.data import Prompt, PromptSampler, dataset_hash, read_prompts, tokenize
+from ppo_fast.training.experience import Experience, Forwards, Progress, score, shape
+from ppo_fast.training.meter import Meter
+from ppo_fast.training.rewards import RewardFunction, RewardFunctions, RewardModel, Scores
+from ppo_fast.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+_SAMPLER_CAUSES = (
+    "usual causes are weights that changed between sampling and training, a temperature or mask applied in one of them "
+    "only, dropout, other position ids, or 16-bit arithmetic (see step0_p99 and step0_max)"
+)
+_REFERENCE_CAUSES = "the reference is the policy as it arrives: check that no weight changed before training"
+
+
+class PPOTrainer:
+    """Trains a policy and a critic on scored replies (Schulman et al., arXiv:1707.06347; Ouyang et al., 2022).
+
+    Args:
+        model: the policy: a path or hub id, a causal language model, or one with an adapter on it.
+        reward_funcs: one or several of: functions ``f(prompts, completions, completion_ids=..., **columns)`` that
+            return a number or None per completion; reward models (sequence classifiers with one label); their paths.
+        args: the settings.
+        train_dataset: rows with a ``prompt`` (text, or a list of chat messages): a JSONL path, a list, a ``Dataset``.
+        eval_dataset: held-out rows, for :meth:`generate_replies` and the command line's ``eval``.
+        ref_model: a frozen reference other than the policy as it arrives, or ``"none"`` for no reference.
+        value_model: None (a value adapter under LoRA, else a copy of the policy), ``"head"`` (a scalar head on the
+            policy's own hidden states), a path, or a module.
+        processing_class: the tokenizer; loaded from the model's path when None.
+        reward_processing_classes: the reward models' tokenizers, one per entry of ``reward_funcs``, or None.
+        callbacks: transformers' ``TrainerCallback``s.
+        optimizers: (policy's, critic's); AdamW when None.
+        peft_config: puts a LoRA adapter on a bare model.
+        value_peft_config: the value adapter's settings, when they differ.
+
+    Raises:
+        UserError: whatever the caller can fix, in one sentence.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Any = None,
+        args: PPOConfig | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        *,
+        ref_model: Any = None,
+        value_model: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None] = (None, None),
+        peft_config: LoraConfig | None = None,
+        value_peft_config: LoraConfig | None = None,
+        **removed: Any,
+    ) -> None:
+        _refuse_old_form(model, removed)
+        if args is None:
+            raise UserError("args is missing; pass PPOConfig(output_dir=...)")
+        if train_dataset is None:
+            raise UserError("train_dataset is missing; PPO needs prompts to reply to")
+        self.args = args
+        self.settings: dict[str, Any] = {"ppo": dataclasses.asdict(args)}  # config.yaml; the command line's is wider
+        self.folder = RunFolder(args.output_dir)
+        self.accelerator = Accelerator(
+            log_with=None if args.report_to == "none" else args.report_to, project_dir=args.output_dir
+        )
+        if self.accelerator.num_processes > 1:
+            raise UserError("ppo_fast trains in one process for now; start it without accelerate launch or torchrun")
+        self.prompts = read_prompts(train_dataset)
+        self.eval_prompts = read_prompts(eval_dataset) if eval_dataset is not None else []
+
+        set_seed(args.seed)
+        path = model if isinstance(model, str) else model.config.name_or_path
+        self.tokenizer = processing_class or load_tokenizer(path)
+        policy = load_model(path, dtype=args.dtype) if isinstance(model, str) else model
+        policy = policy.to(self.accelerator.device)
+        self._model_identity = {"name": path, "hash": record.model_hash(policy)}
+        self._reference_is_start = ref_model is None
+        self.roles = build_roles(
+            policy, peft_config=peft_config, value_peft_config=value_peft_config, ref_model=ref_model,
+            value_model=value_model, gradient_checkpointing=args.gradient_checkpointing,
+        )  # fmt: skip
+        self.eos_ids = eos_token_ids(self.roles.policy.model, self.tokenizer)
+        pad_id = self.tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._prompt_ids = self._tokenize(self.prompts)
+        self.reward = self._reward_functions(reward_funcs, reward_processing_classes)
+
+        self.optimizers = self._build_optimizers(*optimizers)
+        self.iterations = args.iterations(len(self.prompts))
+        self.schedulers = [
+            get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, self.iterations)
+            for optimizer in (self.optimizers.policy, self.optimizers.value)
+        ]
+        self.sampler = PromptSampler(len(self.prompts), args.seed)
+        self.generator = torch.Generator().manual_seed(args.seed)  # of sampling and of minibatches
+        self.kl_coef = args.kl_coef
+        self.state = TrainerState(max_steps=self.iterations, is_local_process_zero=True, is_world_process_zero=True)
+        self.control = TrainerControl()
+        self.callbacks = CallbackHandler(
+            [OwnFlow(), *(callbacks or [])], self.roles.policy.model, self.tokenizer, self.optimizers.policy, self.schedulers[0]
+        )
+        self.cost = {"seconds": 0.0, "tokens": 0, "peak_memory_bytes": 0}
+        self._started, self._resumed = record.now(), None
+        self._checked, self._opened = False, False  # the step-0 check has passed; the run folder exists
+
+    # The algorithm ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: bool | str | Path = False) -> TrainerState:
+        """Runs to the end, or from a checkpoint (True: the newest in output_dir) to the end."""
+        self._begin(resume_from_checkpoint)
+        while self.state.global_step < self.iterations and not self.control.should_training_stop:
+            meter = Meter(self.accelerator.device)
+            prompts, prompt_ids = self._draw_prompts()
+            with meter.phase("rollout"):
+                rollout = self._rollout(prompt_ids)
+            with meter.phase("score"):
+                forwards = score(self.roles, rollout, self.args, self._progress("score", rollout))
+                completions, scores = self._score(prompts, rollout)
+                experience = shape(rollout, forwards, scores.total, self.kl_coef, self.args)
+            with meter.phase("update"):
+                step0: list[Agreement] = []
+                stats = update.run(
+                    self.roles, experience, self.optimizers, self.args, kl_coef=self.kl_coef,
+                    progress=self._progress("update", rollout, self.args.num_ppo_epochs),
+                    before_first_step=self._step0_check(experience, forwards, step0),
+                )  # fmt: skip
+            for scheduler in self.schedulers:
+                scheduler.step()
+            results = metrics.collect(experience, scores, stats, step0[0] if step0 else Agreement(0.0, 0.0))
+            self._finish(prompts, completions, scores, experience, results, meter)
+        return self._end()
+
+    def _rollout(self, prompt_ids: list[list[int]]) -> Rollout:
+        """One reply to each prompt, its rows shuffled into the order that training will take them in."""
+        args = self.args
+        shape = (len(prompt_ids), args.response_length)
+        uniforms = torch.rand(shape, dtype=torch.float64, generator=self.generator)
+        done = 0
+
+        def report(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            self._report("rollout", done, shape[0] * shape[1])
+
+        return generate(
+            self.roles.policy, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature,
+            eos_ids=self.eos_ids, pad_id=self.pad_id, uniforms=uniforms, on_tokens=report,
+        )  # fmt: skip
+
+    def _score(self, prompts: list[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
+        completion_ids = rollout.completion_ids()
+        completions = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return completions, self.reward(prompts, completions, completion_ids)
+
+    def _step0_check(
+        self, experience: Experience, forwards: Forwards, found: list[Agreement]
+    ) -> Callable[[Tensor], None]:
+        """What the update calls before its first step: measures in every iteration, refuses in the first."""
+        rollout = experience.rollout
+        mask = experience.mask[: self.args.minibatch_size]
+        bounds = self.args.step0_bounds
+
+        def check(log_ratios: Tensor) -> None:
+            difference, live = log_ratios, mask
+            if forwards.rescored_logprobs is not None:
+                difference, live = forwards.rescored_logprobs - rollout.logprobs, rollout.response_mask
+            found.append(agreement(difference, live))
+            if self._checked:
+                return
+            refuse = functools.partial(require_agreement, batch=rollout, tokenizer=self.tokenizer, bounds=bounds)
+            refuse(difference, live, what="trainer and sampler", causes=_SAMPLER_CAUSES)
+            if forwards.ref_logprobs is not None and self._reference_is_start and self.state.global_step == 0:
+                gap = experience.old_logprobs - forwards.ref_logprobs
+                refuse(gap, rollout.response_mask, what="policy and reference", causes=_REFERENCE_CAUSES)
+            self._checked = True
+
+        return check
+
+    # Around it ----------------------------------------------------------------------------------------------------
+
+    def generate_replies(self, prompts: Sequence[Prompt], *, seed: int, reference: bool = False) -> Rollout:
+        """Replies to ``prompts`` by the policy or by the reference, from the same random numbers for equal seeds."""
+        actor = self.roles.reference if reference else self.roles.policy
+        if actor is None:
+            raise UserError('there is no reference to compare with (ref_model="none")')
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(prompts), self.args.response_length)
+        return generate(
+            actor, self._tokenize(prompts), max_new_tokens=shape[1], temperature=self.args.temperature,
+            eos_ids=self.eos_ids, pad_id=self.pad_id,
+            uniforms=torch.rand(shape, dtype=torch.float64, generator=generator),
+        )  # fmt: skip
+
+    def save_checkpoint(self) -> Path:
+        """Writes checkpoint-N for the iterations done so far."""
+        state = {
+            "iteration": self.state.global_step,
+            "kl_coef": self.kl_coef,
+            "cost": self.cost,
+            "started": self._started,
+            "optimizers": [self.optimizers.policy.state_dict(), self.optimizers.value.state_dict()],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "prompts": self.sampler.state(),
+            "generator": self.generator.get_state(),
+            "torch_generator": torch.get_rng_state(),
+        }
+        return checkpoint.save(
+            self.folder.path, self.state.global_step, self.roles, self.tokenizer, state, self.args.save_total_limit
+        )
+
+    def _load_checkpoint(self, folder: Path) -> None:
+        state = checkpoint.load(folder, self.roles)
+        self.state.global_step = state["iteration"]
+        self.kl_coef, self.cost, self._started = state["kl_coef"], state["cost"], state["started"]
+        for optimizer, saved in zip((self.optimizers.policy, self.optimizers.value), state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.sampler.load(state["prompts"])
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["torch_generator"])
+        self._resumed = str(folder)
+        self.folder.rewind(self.state.global_step)
+
+    def _begin(self, resume: bool | str | Path) -> None:
+        # Room for the checkpoint being written beside the ones that are kept.
+        self.folder.require_space(checkpoint.size_in_bytes(self.roles) * (1 + (self.args.save_total_limit or 1)))
+        if resume:
+            self._load_checkpoint(checkpoint.resolve(self.folder.path, resume))
+        else:
+            self.folder.require_new()
+        if self.args.kl_in == "loss" and self.args.kl_estimator == "k1" and self.kl_coef:
+            logger.warning("k1 in the loss has zero expected gradient on-policy; use kl_estimator k3 there")
+        self._clock = time.perf_counter()
+        self.control = self.callbacks.on_train_begin(self.args, self.state, self.control)
+
+    def _open_folder(self) -> None:
+        """After the first update: an input that can't work has been refused by now and leaves nothing behind."""
+        self.folder.open(self.settings)
+        self.folder.write_record(self._record(finished=None))
+        if self.args.report_to != "none":
+            self.accelerator.init_trackers("ppo_fast", config=dataclasses.asdict(self.args))
+        self._opened = True
+
+    def _draw_prompts(self) -> tuple[list[Prompt], list[list[int]]]:
+        drawn = self.sampler.draw(self.args.rollout_size)
+        order = torch.randperm(len(drawn), generator=self.generator).tolist()
+        rows = [drawn[i] for i in order]
+        return [self.prompts[row] for row in rows], [self._prompt_ids[row] for row in rows]
+
+    def _finish(
+        self,
+        prompts: list[Prompt],
+        completions: list[str],
+        scores: Scores,
+        experience: Experience,
+        results: dict[str, float],
+        meter: Meter,
+    ) -> None:
+        args, rollout = self.args, experience.rollout
+        if not self._opened:
+            self._open_folder()
+        if args.kl_target is not None and "objective/kl" in results:
+            error = min(max(results["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
+            self.kl_coef *= 1 + error * args.rollout_size / args.kl_horizon
+        now = time.perf_counter()
+        self.cost["seconds"] += now - self._clock
+        self._clock = now
+        self.cost["tokens"] += int(results["rollout/tokens"])
+        self.cost["peak_memory_bytes"] = max(self.cost["peak_memory_bytes"], *meter.peak_bytes.values())
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step * args.rollout_size / len(self.prompts)
+        line = {
+            "iteration": self.state.global_step,
+            "episodes": self.state.global_step * args.rollout_size,
+            "elapsed_s": self.cost["seconds"],
+            **results,
+            "objective/kl_coef": self.kl_coef,
+            "lr": self.schedulers[0].get_last_lr()[0],
+            **meter.metrics(),
+            "perf/tokens_per_second": results["rollout/tokens"] / sum(meter.seconds.values()),
+        }
+        self.folder.append_metrics(line)
+        self.folder.write_completions(
+            self.state.global_step,
+            (
+                {
+                    "prompt": prompt.text,
+                    "completion": completion,
+                    "score": None if scores.total[row] is None else float(experience.scores[row]),
+                    "rewards": {name: values[row] for name, values in scores.by_function.items()},
+                    "finished": bool(rollout.finished[row]),
+                    "length": int(rollout.lengths[row]),
+                }
+                for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+            ),
+        )
+        if args.report_to != "none":
+            self.accelerator.log(line, step=self.state.global_step)
+        self.control = self.callbacks.on_log(args, self.state, self.control, logs=line)
+        self.control = self.callbacks.on_step_end(args, self.state, self.control)
+        last = self.state.global_step == self.iterations or self.control.should_training_stop
+        if last or (args.save_steps and self.state.global_step % args.save_steps == 0) or self.control.should_save:
+            self.save_checkpoint()
+            self.control = self.callbacks.on_save(args, self.state, self.control)
+
+    def _end(self) -> TrainerState:
+        self.folder.write_record(self._record(finished=record.now()))
+        self.control = self.callbacks.on_train_end(self.args, self.state, self.control)
+        if self.args.report_to != "none":
+            self.accelerator.end_training()
+        return self.state
+
+    def _record(self, finished: str | None) -> dict[str, Any]:
+        args = self.args
+        return {
+            **record.environment(self.accelerator.device),
+            "model": self._model_identity,
+            "data": {
+                "hash": dataset_hash(self.prompts),
+                "train": len(self.prompts),
+                "heldout": len(self.eval_prompts),
+                "heldout_hash": dataset_hash(self.eval_prompts),
+            },
+            "rewards": self.reward.names,
+            "sampling": {
+                "temperature": args.temperature,
+                "response_length": args.response_length,
+                "eos_ids": list(self.eos_ids),
+                "old_logprobs": args.old_logprobs,
+            },
+            "seed": args.seed,
+            "iterations": self.iterations,
+            "cost": self.cost,
+            "started": self._started,
+            "finished": finished,
+            "resumed_from": self._resumed,
+        }
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        for callback in self.callbacks.callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.on_progress(phase, done, total)
+
+    def _progress(self, phase: str, rollout: Rollout, passes: int = 1) -> Progress:
+        total = int(rollout.response_mask.sum()) * passes
+        done = 0
+
+        def report(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            self._report(phase, done, total)
+
+        return report
+
+    def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        context = getattr(self.roles.policy.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = None if context is None else context - self.args.response_length
+        return tokenize(prompts, self.tokenizer, limit)
+
+    def _reward_functions(
+        self, reward_funcs: Any, tokenizers: Sequence[PreTrainedTokenizerBase | None] | None
+    ) -> RewardFunctions:
+        given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        given = [reward for reward in given if reward is not None]
+        tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(given)
+        if len(tokenizers) != len(given):
+            raise UserError(f"{len(tokenizers)} reward_processing_classes for {len(given)} reward_funcs; give one each")
+        functions: list[RewardFunction] = []
+        for reward, tokenizer in zip(given, tokenizers, strict=True):
+            if isinstance(reward, (str, PreTrainedModel)):
+                functions.append(RewardModel(reward, tokenizer, self.accelerator.device))
+            elif callable(reward):
+                functions.append(reward)
+            else:
+                raise UserError(f"a reward must be a function, a model or a path, got {type(reward).__name__}")
+        return RewardFunctions(functions)
+
+    def _build_optimizers(
+        self, policy: torch.optim.Optimizer | None, value: torch.optim.Optimizer | None
+    ) -> update.Optimizers:
+        args = self.args
+
+        def adamw(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(
+                list(parameters), lr=learning_rate, eps=args.adam_epsilon, weight_decay=args.weight_decay
+            )
+
+        value_learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+        return update.Optimizers(
+            policy or adamw(self.roles.policy_parameters.values(), args.learning_rate),
+            value or adamw(self.roles.value_parameters.values(), value_learning_rate),
+        )
+
+
+def _refuse_old_form(model: Any, removed: dict[str, Any]) -> None:
+    form = "PPOTrainer(model, reward_funcs, args, train_dataset, ...)"
+    if isinstance(model, PPOConfig):
+        raise UserError(f"args came first, as in TRL's PPOTrainer; here the model does: {form}")
+    if "reward_model" in removed:
+        raise UserError(f"reward_model= is now an entry of reward_funcs, next to Python functions: {form}")
+    if removed:
+        raise UserError(f"unknown argument {next(iter(removed))!r}; the form is {form}")

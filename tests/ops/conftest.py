@@ -1,0 +1,62 @@
+"""Shared by the tests of the ops: every CPU path through the public ops, and one way to judge an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_fast.ops import backends
+
+
+@pytest.fixture(params=[name for name in backends.available() if name != "triton"])
+def cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once on plain PyTorch and once at each instruction set of the C++ extension that is here."""
+    with backends.force(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_exact_as() -> Callable[..., None]:
+    """Asserts that ``got`` is about as near to the float64 result as PyTorch is in the same precision.
+
+    The largest error may be ``times`` that of ``baseline``, PyTorch's own result, but is never asked to be below
+    ``times`` roundings of the largest exact value: PyTorch may be exact by luck. Infinities must be at the same places.
+    """
+
+    def check(got: Tensor, baseline: Tensor, exact: Tensor, times: float = 4.0) -> None:
+        assert exact.dtype == torch.float64
+        assert got.dtype == baseline.dtype
+        assert got.shape == exact.shape
+        finite = exact.isfinite()
+        assert torch.equal(got.double()[~finite], exact[~finite])
+        wrong = (got.double() - exact)[finite].abs()
+        allowed = (baseline.double() - exact)[finite].abs()
+        if wrong.numel() == 0:
+            return
+        rounding = torch.finfo(got.dtype).eps * exact[finite].abs().max()
+        bound = times * torch.maximum(allowed.max(), rounding)
+        assert wrong.max() <= bound, f"error {wrong.max():.3e}, allowed {bound:.3e}"
+
+    return check
+
+
+@pytest.fixture
+def opcheck(cpu_backend: str) -> Callable[[Any, tuple[Any, ...]], None]:
+    """``torch.library.opcheck`` on every CPU path; tracing, slow and blind to the path, on plain PyTorch alone."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if cpu_backend == "eager":
+        tests.append("test_aot_dispatch_dynamic")
+
+    def check(op: Any, arguments: tuple[Any, ...]) -> None:
+        torch.library.opcheck(op, arguments, test_utils=tests)
+
+    return check

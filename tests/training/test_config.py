@@ -1,0 +1,91 @@
+import pytest
+
+from ppo_fast.errors import UserError
+from ppo_fast.training import PPOConfig
+
+
+def config(**settings):
+    return PPOConfig(output_dir="run", **settings)
+
+
+def test_sizes_follow_from_batch_settings():
+    made = config(per_device_train_batch_size=4, gradient_accumulation_steps=6, num_mini_batches=3)
+    assert (made.rollout_size, made.minibatch_size, made.micro_batch_size) == (24, 8, 4)
+    assert config(per_device_train_batch_size=8, num_mini_batches=4).micro_batch_size == 2
+
+
+def test_iterations_from_episodes_or_epochs():
+    assert config(total_episodes=64, per_device_train_batch_size=16).iterations(prompts=10) == 4
+    assert config(num_train_epochs=2.0, per_device_train_batch_size=16).iterations(prompts=40) == 5
+    assert config(per_device_train_batch_size=16).iterations(prompts=2) == 1
+
+
+def test_rollout_that_does_not_divide_into_minibatches_shows_the_arithmetic():
+    with pytest.raises(UserError, match=r"12 replies \(per_device_train_batch_size 4 \* gradient_accumulation_steps 3\)"):
+        config(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_mini_batches=5)
+
+
+def test_minibatch_that_does_not_divide_into_micro_batches_shows_the_arithmetic():
+    with pytest.raises(UserError, match=r"minibatch of 6 replies \(12 / 2\)"):
+        config(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_mini_batches=2)
+
+
+def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
+    with pytest.raises(UserError, match="total_episodes = 100 isn't a multiple of the 16 replies.*use 96"):
+        config(total_episodes=100, per_device_train_batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "pqo"}, "objective is 'pqo'; choose one of ppo, cispo"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be finite and above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"entropy_coef": -0.1}, "entropy_coef is -0.1"),
+        ({"gamma": 1.2}, "gamma is 1.2; it must be between 0 and 1"),
+        ({"dual_clip": 0.9}, "dual_clip is 0.9; it must be above 1"),
+        ({"cliprange": 0.0}, "cliprange is 0.0"),
+        ({"num_ppo_epochs": 0}, "num_ppo_epochs is 0; it must be at least 1"),
+        ({"missing_eos_penalty": 1.0, "missing_eos_score": -1.0}, "both set"),
+        ({"truncation": "bootstrap", "missing_eos_penalty": 1.0}, "bootstrap"),
+        ({"total_episodes": 0}, "total_episodes is 0"),
+    ],
+)
+def test_bad_values_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        config(**settings)
+
+
+def test_yaml_values_are_read_as_what_they_mean():
+    # YAML 1.1 reads 3e-6 as text and 1 as an integer.
+    made = PPOConfig.from_mapping({"output_dir": "run", "learning_rate": "3e-6", "gamma": 1, "target_kl": None})
+    assert (made.learning_rate, made.gamma, made.target_kl) == (3e-6, 1.0, None)
+    assert isinstance(made.gamma, float)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rat": 1e-6}, "unknown key 'learning_rat'.*did you mean 'learning_rate'"),
+        ({"zzz": 1}, "unknown key 'zzz'.*known are"),
+        ({"num_ppo_epochs": 1.5}, "num_ppo_epochs is 1.5; it must be of type int"),
+        ({"num_ppo_epochs": True}, "num_ppo_epochs is True"),
+        ({"whiten_rewards": "yes"}, "whiten_rewards is 'yes'; it must be of type bool"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; it must be of type float"),
+        ({"kl_in": 3}, "kl_in is 3; it must be of type str"),
+    ],
+)
+def test_bad_mappings_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        PPOConfig.from_mapping({"output_dir": "run", **settings})
+
+
+def test_missing_output_dir_is_named():
+    with pytest.raises(UserError, match="output_dir isn't set"):
+        PPOConfig.from_mapping({})
+
+
+def test_sixteen_bits_have_their_own_step0_bounds():
+    assert config().step0_bounds == (1e-4, 1e-3)
+    assert config(dtype="bfloat16").step0_bounds == (0.05, 0.5)
+    assert config(step0_p99=0.2, step0_max=0.3).step0_bounds == (0.2, 0.3)

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from ppo_fast.errors import UserError
+from ppo_fast.training.data import PromptSampler, dataset_hash, read_prompts, split_prompts, tokenize
+
+
+def rows(count):
+    return [{"prompt": f"prompt {i}", "label": i} for i in range(count)]
+
+
+def test_columns_travel_with_the_prompt():
+    prompt = read_prompts([{"prompt": "a", "answer": 4, "kind": "sum"}])[0]
+    assert (prompt.text, prompt.columns) == ("a", {"answer": 4, "kind": "sum"})
+
+
+def test_jsonl_is_read_line_by_line(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "ä"}\n\n{"prompt": [{"role": "user", "content": "b"}]}\n', encoding="utf-8")
+    assert [p.text for p in read_prompts(file)] == ["ä", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a"}', "row 1 of the dataset has no 'prompt' column .it has question."),
+        ('{"prompt": "a"}\n{"prompt": 3}', "the prompt in row 2"),
+        ('{"prompt": "a"}\nnot json', "line 2 of .* isn't JSON"),
+        ("[1]", "isn't a JSON object"),
+        ("", "has no rows"),
+        ('{"prompt": [{"role": "user"}]}', "neither text nor a list of messages"),
+        ('{"prompt": []}', "neither text nor a list of messages"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, text, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prompts(file)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no dataset file .*nowhere\.jsonl"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+
+
+def test_split_ignores_the_order_of_the_file():
+    prompts = read_prompts(rows(50))
+    train, heldout = split_prompts(prompts, 10)
+    _, shuffled = split_prompts(prompts[::-1], 10)
+    assert len(train) == 40
+    assert {p.text for p in heldout} == {p.text for p in shuffled}
+    assert not {p.text for p in heldout} & {p.text for p in train}
+
+
+def test_split_that_leaves_no_training_prompts_is_refused():
+    with pytest.raises(UserError, match="heldout = 5 of 5"):
+        split_prompts(read_prompts(rows(5)), 5)
+
+
+def test_dataset_hash_sees_order_and_text():
+    prompts = read_prompts(rows(4))
+    assert dataset_hash(prompts) == dataset_hash(read_prompts(rows(4)))
+    assert dataset_hash(prompts) != dataset_hash(prompts[::-1])
+
+
+def test_sampler_draws_every_prompt_once_before_any_twice():
+    sampler = PromptSampler(7, seed=0)
+    first = sampler.draw(3) + sampler.draw(4)
+    assert sorted(first) == list(range(7))
+    second = sampler.draw(7)
+    assert sorted(second) == list(range(7))
+    assert second != first
+
+
+def test_sampler_resumes_to_the_draw():
+    sampler = PromptSampler(5, seed=1)
+    sampler.draw(3)
+    state = json.loads(json.dumps({"order": sampler.state()["order"]})) | {"generator": sampler.state()["generator"]}
+    expected = [sampler.draw(4) for _ in range(5)]
+    other = PromptSampler(5, seed=99)
+    other.load(state)
+    assert [other.draw(4) for _ in range(5)] == expected
+
+
+def test_prompts_that_cannot_be_replied_to_are_named(tiny_tokenizer):
+    words = [w for w in sorted(tiny_tokenizer.get_vocab()) if w.isalpha()]
+    long = read_prompts([{"prompt": " ".join(words[:6])}])
+    assert len(tokenize(long, tiny_tokenizer, limit=6)[0]) == 6
+    with pytest.raises(UserError, match="has 6 tokens; .* leaves 5"):
+        tokenize(long, tiny_tokenizer, limit=5)
+    with pytest.raises(UserError, match="has no tokens"):
+        tokenize(read_prompts([{"prompt": ""}]), tiny_tokenizer, limit=5)

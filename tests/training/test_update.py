@@ -1,0 +1,134 @@
+"""The update's invariants: what batching must not change, and what a learning rate of zero must show."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ppo_fast.errors import UserError
+from ppo_fast.training import update
+from ppo_fast.training.experience import score, shape
+
+
+def experience_of(trainer):
+    prompts, ids = trainer._draw_prompts()
+    rollout = trainer._rollout(ids)
+    forwards = score(trainer.roles, rollout, trainer.args, lambda _: None)
+    _, scores = trainer._score(prompts, rollout)
+    return shape(rollout, forwards, scores.total, trainer.kl_coef, trainer.args)
+
+
+def run(trainer, experience, **config):
+    args = dataclasses.replace(trainer.args, **config)
+    first = []
+    stats = update.run(
+        trainer.roles, experience, trainer.optimizers, args, kl_coef=args.kl_coef, progress=lambda _: None,
+        before_first_step=first.append,
+    )  # fmt: skip
+    return stats, first[0]
+
+
+def gradients(trainer, experience, **config):
+    """Of one optimizer step over the whole batch, before it is taken."""
+    found = {}
+
+    def keep(_):
+        named = trainer.roles.policy_parameters | trainer.roles.value_parameters
+        found.update({name: p.grad.clone() for name, p in named.items()})
+
+    args = dataclasses.replace(trainer.args, num_mini_batches=1, num_ppo_epochs=1, **config)
+    update.run(
+        trainer.roles, experience, trainer.optimizers, args, kl_coef=args.kl_coef, progress=lambda _: None,
+        before_first_step=keep,
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_constant"])
+@pytest.mark.parametrize("value_model", [None, "head"])
+def test_gradients_do_not_depend_on_micro_batches(make_trainer, aggregation, value_model):
+    results = []
+    for size, steps in ((8, 1), (2, 4), (1, 8)):
+        trainer = make_trainer(
+            trainer={"value_model": value_model}, learning_rate=0.0, per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps, num_mini_batches=1, aggregation=aggregation, entropy_coef=0.01,
+        )  # fmt: skip
+        results.append(gradients(trainer, experience_of(trainer)))
+    assert any(gradient.abs().max() > 1e-6 for gradient in results[0].values())
+    for other in results[1:]:
+        for name, gradient in results[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=2e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_at_zero_learning_rate_log_ratios_stay_in_bounds_and_repeat_to_the_bit(make_trainer, lora):
+    trainer = make_trainer(lora=lora, learning_rate=0.0)
+    experience = experience_of(trainer)
+    one, _ = run(trainer, experience, num_ppo_epochs=1)
+    three, _ = run(trainer, experience, num_ppo_epochs=3)
+    assert float(one.policy.log_ratios.abs().max()) <= trainer.args.step0_bounds[1]
+    assert torch.equal(three.policy.log_ratios, one.policy.log_ratios.repeat(3))
+
+
+def test_at_zero_learning_rate_rescored_log_ratios_are_exactly_zero(make_trainer):
+    trainer = make_trainer(learning_rate=0.0, old_logprobs="rescored", num_ppo_epochs=3)
+    stats, _ = run(trainer, experience_of(trainer))
+    assert torch.equal(stats.policy.log_ratios, torch.zeros_like(stats.policy.log_ratios))
+    assert float(stats.policy.ratio_mean) == 1.0
+
+
+def test_first_minibatch_is_reported_before_anything_changes(make_trainer):
+    trainer = make_trainer(learning_rate=0.5)
+    _, first = run(trainer, experience_of(trainer))
+    assert first.shape[0] == trainer.args.minibatch_size
+    assert float(first.abs().max()) < 1e-4
+
+
+def test_target_kl_stops_before_the_step_that_would_follow(make_trainer):
+    trainer = make_trainer(learning_rate=0.05, num_ppo_epochs=4)
+    experience = experience_of(trainer)
+    stats, _ = run(trainer, experience, target_kl=1e-6)
+    assert stats.stopped_early
+    # The first minibatch's ratio is 1, so one step is taken; the second minibatch exceeds the bound.
+    assert len(stats.policy_grad_norms) == 1
+    assert all(p.grad is None for p in trainer.roles.policy_parameters.values())
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted(make_trainer):
+    trainer = make_trainer()
+    experience = experience_of(trainer)
+    advantages = experience.advantages.clone()
+    advantages[0, 0] = torch.nan
+    before = {n: p.detach().clone() for n, p in trainer.roles.policy_parameters.items()}
+    stats, _ = run(trainer, dataclasses.replace(experience, advantages=advantages), num_ppo_epochs=1)
+    assert stats.skipped_steps == 1
+    assert len(stats.policy_grad_norms) == 1  # the other minibatch went through
+    assert any(not torch.equal(before[n], p) for n, p in trainer.roles.policy_parameters.items())
+    assert all(torch.isfinite(p).all() for p in trainer.roles.policy_parameters.values())
+
+
+def test_a_sampler_that_disagrees_is_refused_with_its_worst_position(make_trainer, monkeypatch):
+    from ppo_fast.training import trainer as module
+
+    original = module.generate
+
+    def off_by_two_percent(*args, **kwargs):
+        rollout = original(*args, **kwargs)
+        logprobs = rollout.logprobs.clone()
+        logprobs[:, 0] -= 0.02
+        return dataclasses.replace(rollout, logprobs=logprobs)
+
+    monkeypatch.setattr(module, "generate", off_by_two_percent)
+    trainer = make_trainer()
+    with pytest.raises(UserError, match=r"trainer and sampler differ.*\n  reply \d+, token 0 .*ratio 1\.0202"):
+        trainer.train()
+    assert not trainer.folder.path.exists()
+
+
+def test_a_reference_that_is_not_the_policy_is_refused(make_trainer):
+    trainer = make_trainer(lora=False)
+    with torch.no_grad():
+        next(trainer.roles.reference.model.parameters()).mul_(1.5)
+    with pytest.raises(UserError, match="policy and reference differ"):
+        trainer.train()
+    assert not trainer.folder.path.exists()
