@@ -18,7 +18,7 @@ static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t
   s.kl_coef = splat<V>(a.kl_coef);
   s.kl_estimator = a.kl_estimator;
 
-  LaneSums<V, kPpoSums> total;
+  WideSum<V> sum[kPpoSums] = {};
   TokenRun<V> run(a.row_weights, a.T, begin, end);
   for (; run.more(); run.next()) {
     const int64_t i = run.i, n = run.n;
@@ -34,18 +34,18 @@ static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t
     store_n<V>(a.d_logprobs + i, weight * t.d_logprob, n);
     if (a.d_entropy) store_n<V>(a.d_entropy + i, s.entropy_in_loss ? -s.entropy_coef * weight : splat<V>(0), n);
 
-    total.add(0, live ? splat<V>(1) : splat<V>(0));
-    total.add(1, t.surrogate);
-    total.add(2, t.flat);
-    total.add(3, t.outside);
-    total.add(4, t.ratio_minus_1);
-    total.add(5, t.ratio_minus_1 * t.ratio_minus_1);
-    total.add(6, t.k1);
-    total.add(7, t.k2);
-    total.add(8, t.k3);
-    total.add(9, t.ref_kl);
-    total.add(10, entropy);
-    total.add(11, weight * t.loss);
+    add(sum[0], live ? splat<V>(1) : splat<V>(0));
+    add(sum[1], t.surrogate);
+    add(sum[2], t.flat);
+    add(sum[3], t.outside);
+    add(sum[4], t.ratio_minus_1);
+    add(sum[5], t.ratio_minus_1 * t.ratio_minus_1);
+    add(sum[6], t.k1);
+    add(sum[7], t.k2);
+    add(sum[8], t.k3);
+    add(sum[9], t.ref_kl);
+    add(sum[10], entropy);
+    add(sum[11], weight * t.loss);
   }
-  total.store(sums);
+  for (int k = 0; k < kPpoSums; ++k) sums[k] = total(sum[k]);
 }

@@ -6,10 +6,10 @@
 // logits or into a fresh tensor past the caches; the token's own element is then set from double arithmetic.
 //
 // Numerics. Differences x - r are exact for close neighbours wherever the row lies, so logits around -1e4 cost nothing.
-// The reference trails the maximum by at most 8 nats: exponentials stay below 3000, blocks of 2048 are summed in float32
-// lanes (at most 32 terms each at AVX-512) and joined in double. The maximum or a term near it is always among the
-// terms, so the total is at least 1 and log-probs come out <= 0; where the reference trails, rounding could put a certain
-// token at +1e-7, which is cut to 0, as is an entropy below 0.
+// The reference trails the maximum by at most 2 nats: the entropy is the difference of two numbers of the size of that
+// lag (with 8 nats it lost a digit on peaked rows). Blocks of 2048 are summed in float32 lanes, 32 terms to a lane at
+// AVX-512, and joined in double. The reference itself is among the terms, so the total is at least 1. Where it trails,
+// rounding could put the log-prob of a certain token at +1e-7: that is cut to 0, as is an entropy below 0.
 //   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every probability.
 // Rows beyond |lse| > 32 (2e-6) are summed again, a group of rows at a time so that the second read hits a cache;
 // without that, logits at -1e4 would be off by 5e-4 each, all to one side.
@@ -31,7 +31,7 @@ namespace ppo_fast {
 
 constexpr int64_t kSegment = 16384;  // columns to a task: 10 for 151936, so that one row keeps several threads busy
 constexpr int64_t kBlock = 2048;     // columns between two looks at the maximum; divides kSegment
-constexpr int64_t kProbe = 512;      // columns whose maximum is a segment's first reference
+constexpr double kSlack = 2;         // nats by which the maximum may exceed the reference
 
 // What part of a row amounts to, in the units of its logits.
 struct RowSums {

@@ -54,13 +54,13 @@ PPO_FAST_FN void fold(V x, V reference, const RowExp<V>& k, V& total, V& weighte
 }
 
 // See RowSums. One pass with a lagging reference: a block is summed against the maximum known before it, and only if it
-// holds something more than 8 (in nats) above is the reference raised and the block done again.
+// holds something more than kSlack above is the reference raised and the block done again.
 template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n, double temperature) {
   using V = typename Lanes<T>::type;
   using S = typename Scalar<V>::type;
   constexpr int64_t step = 2 * lanes<V>;
   const RowExp<V> k = row_exp_constants<V>(temperature);
-  const S slack = static_cast<S>(8 * temperature);
+  const S slack = static_cast<S>(kSlack * temperature);
 
   S reference = static_cast<S>(-__builtin_inf());
   double total = 0, weighted = 0;
@@ -68,12 +68,10 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
     const T* block = x + first;
     const int64_t size = n - first < kBlock ? n - first : kBlock;
     if (reference == static_cast<S>(-__builtin_inf())) {
-      // Nothing finite so far. A short look suffices for a reference; only where that is all -inf is it the whole block.
       bool nan = false;
-      reference = largest(block, size < kProbe ? size : kProbe, nan);
-      if (reference == static_cast<S>(-__builtin_inf()) && !nan) reference = largest(block, size, nan);
+      reference = largest(block, size, nan);
       if (nan) return {0, __builtin_nan(""), __builtin_nan("")};
-      if (reference == static_cast<S>(-__builtin_inf())) continue;
+      if (reference == static_cast<S>(-__builtin_inf())) continue;  // nothing finite so far
     }
     for (;;) {
       const V r = splat<V>(reference);

@@ -6,7 +6,7 @@ template <class V> struct TokenRun {
   using S = typename Scalar<V>::type;
   const S* row_weights;  // [B]
   int64_t T, end, i, n;
-  int64_t row, left;     // the row of token i and its tokens from i on
+  int64_t row, left;     // the row of token i and its tokens from i on; unused where T is 1
 
   PPO_FAST_METHOD TokenRun(const S* row_weights_, int64_t T_, int64_t begin, int64_t end_)
       : row_weights(row_weights_), T(T_), end(end_), i(begin), row(begin / T_), left(T_ - begin % T_) {
@@ -14,13 +14,14 @@ template <class V> struct TokenRun {
   }
   PPO_FAST_METHOD bool more() const { return i < end; }
   PPO_FAST_METHOD void next() {
-    for (left -= n; left <= 0; left += T) ++row;
     i += n;
+    for (left -= n; T > 1 && left <= 0; left += T) ++row;
     n = end - i < lanes<V> ? end - i : lanes<V>;
   }
-  // The weight of each token of the vector; lanes past n are zero.
+  // The weight of each token of the vector; lanes past n hold anything.
   PPO_FAST_METHOD V weights() const {
-    if (left >= lanes<V>) return splat<V>(row_weights[row]);
+    if (T == 1) return load_n<V>(row_weights + i, n);  // the fused head's layout: every token a row of its own
+    if (left >= n) return splat<V>(row_weights[row]);
     S w[lanes<V>] = {};
     int64_t r = row, in_row = left;
     for (int64_t k = 0; k < n; ++k) {
@@ -32,22 +33,5 @@ template <class V> struct TokenRun {
       --in_row;
     }
     return load_n<V>(w, lanes<V>);
-  }
-};
-
-// `Count` sums in double, each spread over the lanes: fixed order, whatever runs beside it.
-template <class V, int Count> struct LaneSums {
-  double lane[Count][lanes<V>] = {};
-
-  PPO_FAST_METHOD void add(int which, V x) {
-    typename Scalar<V>::type values[lanes<V>];
-    __builtin_memcpy(values, &x, sizeof(x));
-    for (int k = 0; k < lanes<V>; ++k) lane[which][k] += values[k];
-  }
-  PPO_FAST_METHOD void store(double* sums) const {  // [Count]
-    for (int which = 0; which < Count; ++which) {
-      sums[which] = 0;
-      for (int k = 0; k < lanes<V>; ++k) sums[which] += lane[which][k];
-    }
   }
 };

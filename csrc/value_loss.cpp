@@ -6,8 +6,6 @@
 // Numerics: clamping V itself makes the two squares equal to the bit inside the range, so that `clipped`, strictly
 // larger, counts no rounding; there the gradient is V - R, and 0 where the clipped square is larger. Sums are double, in
 // an order fixed by the shape: the same bits for any number of threads.
-#include <limits>
-
 #include "parallel.h"
 #include "tensors.h"
 
@@ -22,7 +20,8 @@ template <class S> struct ValueLossArguments {
   const bool* mask;      // [B, T]
   const S* row_weights;  // [B]
   int64_t T;
-  double clip_range;     // infinity without clipping
+  bool clip;
+  double clip_range;     // only with clip
   S* d_values;           // [B, T]
 };
 
@@ -48,7 +47,8 @@ std::tuple<Tensor, Tensor, Tensor> value_loss_of(const Tensor& values, const Ten
   a.mask = data<bool>(mask, "mask", ScalarType::Bool, {B, T});
   a.row_weights = data<S>(row_weights, "row_weights", dtype, {B});
   a.T = T;
-  a.clip_range = clip_range.value_or(std::numeric_limits<double>::infinity());
+  a.clip = clip_range.has_value();
+  a.clip_range = clip_range.value_or(0);
   a.d_values = writable<S>(d_values);
 
   auto* tokens = &portable::value_loss_tokens<S>;

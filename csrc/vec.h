@@ -12,6 +12,7 @@ constexpr int W = PPO_FAST_ISA == 2 ? 16 : PPO_FAST_ISA == 1 ? 8 : 4;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef double vd __attribute__((vector_size(4 * W)));
 
 template <class V> struct Scalar { using type = float; };
 template <> struct Scalar<double> { using type = double; };
@@ -73,6 +74,36 @@ PPO_FAST_FN double sum_lanes(vf x) {
   return total;
 }
 PPO_FAST_FN double sum_lanes(double x) { return x; }
+
+// A sum in double for each lane of V.
+template <class V> struct WideSum {  // float32 lanes: two vectors of half as many doubles
+  vd low, high;
+};
+template <> struct WideSum<double> {
+  double low;
+};
+PPO_FAST_FN void add(WideSum<vf>& sum, vf x) {
+#if PPO_FAST_ISA == 2
+  sum.low += _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+  sum.high += _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+#elif PPO_FAST_ISA == 1
+  sum.low += _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+  sum.high += _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+#else
+  sum.low += vd{x[0], x[1]};
+  sum.high += vd{x[2], x[3]};
+#endif
+}
+PPO_FAST_FN void add(WideSum<double>& sum, double x) { sum.low += x; }
+
+// Lanes in order.
+PPO_FAST_FN double total(const WideSum<vf>& sum) {
+  double total = 0;
+  for (int i = 0; i < W / 2; ++i) total += sum.low[i];
+  for (int i = 0; i < W / 2; ++i) total += sum.high[i];
+  return total;
+}
+PPO_FAST_FN double total(const WideSum<double>& sum) { return sum.low; }
 
 PPO_FAST_FN float max_lanes(vf x) {
   float top = x[0];

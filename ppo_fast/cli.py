@@ -106,7 +106,8 @@ def _trainer(recipe: Recipe, callbacks: Sequence[object] = ()) -> PPOTrainer:
     from ppo_fast.training.trainer import PPOTrainer
 
     trainer = PPOTrainer(
-        ensure_model(recipe.model), recipe.rewards, recipe.ppo, recipe.prompts, recipe.heldout or None,
+        ensure_model(recipe.model), recipe.rewards, recipe.ppo,
+        [prompt.row for prompt in recipe.prompts], [prompt.row for prompt in recipe.heldout] or None,
         value_model=recipe.value_model, peft_config=recipe.lora, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.settings = recipe.settings

@@ -17,12 +17,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+# fmt: off
 WORDS = (
-    "user assistant system : . , ! ? the a an it was is and but not very so my our this that we i you "
-    "hotel room kettle train book letter staff food night morning day coat door soup garden "
-    "good bad kind cold warm quiet loud slow happy sad lovely broken clean late "
-    "arrived called liked left with again"
-).split()
+    "user", "assistant", "system", ":", ".", ",", "!", "?", "the", "a", "an", "it", "was", "is", "and", "but",
+    "not", "very", "so", "my", "our", "this", "that", "we", "i", "you", "hotel", "room", "kettle", "train", "book",
+    "letter", "staff", "food", "night", "morning", "day", "coat", "door", "soup", "garden", "good", "bad", "kind",
+    "cold", "warm", "quiet", "loud", "slow", "happy", "sad", "lovely", "broken", "clean", "late", "arrived",
+    "called", "liked", "left", "with", "again",
+)
+# fmt: on
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ' : ' + message['content'] + ' <eos> ' }}{% endfor %}"
@@ -34,7 +37,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
-    "gemma2": {"head_dim": 16, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "sliding_window": 6},
+    "gemma2": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 6,
+    },
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "gpt2": {},

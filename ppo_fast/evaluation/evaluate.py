@@ -31,7 +31,14 @@ def evaluate(trainer: PPOTrainer, recipe: Recipe, chosen: Path, run: Path) -> Ev
     prompts = [prompt for prompt in recipe.heldout for _ in range(recipe.evaluation.replies_per_prompt)]
     before = _replies(trainer, recipe, prompts, reference=True)
     after = _replies(trainer, recipe, prompts, reference=False)
-    evaluation = compare(before, after)
+    about = {
+        "checkpoint": chosen.name,
+        "judge": recipe.settings.get("judge"),
+        "seed": recipe.evaluation.seed,
+        "temperature": trainer.args.temperature,
+        "replies_per_prompt": recipe.evaluation.replies_per_prompt,
+    }
+    evaluation = compare(before, after, about=about)
     save(evaluation, run / "evaluation.json")
     return evaluation
 

@@ -17,6 +17,7 @@ from typing import Any
 from ppo_fast.errors import UserError
 from ppo_fast.evaluation.statistics import Interval, bootstrap_mean, jackknife
 from ppo_fast.evaluation.text import Share, TextAudit, audit, distinct_n_without_each
+from ppo_fast.files import write_atomically
 
 FORMAT = 1
 """Version of evaluation.json; a reader refuses any other."""
@@ -210,20 +211,6 @@ def load(path: str | os.PathLike[str]) -> Evaluation:
             f"{path} is not an evaluation this version can read ({type(error).__name__}: {error}): "
             f"run `ppo-fast eval` again to rewrite it"
         ) from error
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` beside ``path``, then move it there: a reader never sees half a file.
-
-    Lone surrogates, which a user's data may hold and UTF-8 cannot, are written as ``\\udXXX`` (valid in JSON).
-    """
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _text_to_json(text: TextAudit) -> dict[str, Any]:

@@ -7,10 +7,10 @@ neutral words as a third class near 0. A text's score is
     tanh(GAIN * thinning * sum of the values of its distinct charged words / sqrt(words + OFFSET))
     thinning = min(1, (plain words + GRACE) / (PLAIN_PER_CHARGED * charged words))
 
-Every word is added once, however often and in whatever inflection it comes back, while each repetition still counts in the
-length; a text that is mostly charged words is no sentence, and thinned. Negation turns the next few words of the clause.
-So the judge shares neither lexicon nor method with VADER, and a reply stuffed with sweet words loses by it. It is a bag
-of words all the same: it can't tell sense from nonsense.
+Every word is added once, however often and in whatever inflection it comes back, while each repetition still counts in
+the length; a text that is mostly charged words is no sentence, and thinned. Negation turns the next few words of the
+clause. So the judge shares neither lexicon nor method with VADER, and a reply stuffed with sweet words loses by it. It
+is a bag of words all the same: it can't tell sense from nonsense.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ L2 = 1e-5
 ITERATIONS = 60
 """Enough for three digits of the word values."""
 
+NEUTRAL_ODDS = 8.0
+"""An unlisted word is this much likelier to be neutral than the list's shares say: most charged words are listed."""
+
 DEADBAND = 0.25
-"""Values this small are 0: on unlisted neutral words the regression is unsure, and many small errors would add up."""
+"""Values this small are 0. With both settings one unlisted neutral word in twenty is still read as charged."""
 
 GAIN, OFFSET = 1.5, 6.0
 PLAIN_PER_CHARGED, GRACE = 1.5, 2
@@ -53,11 +56,13 @@ _NOT_SENTIMENT = re.compile(
     r"\b(?:kind|sort)s? of\b|\bnot (?:only|just)\b|\bno doubt\b|\bfair (?:amount|number|share)\b"
     r"|\b(?:can't|cannot|can not|couldn't|could not) (?=thank|praise|recommend|help but|wait)"
 )
-_NEGATIONS = frozenset("not no never none nobody nothing neither nor without hardly barely scarcely cannot lack lacks".split())
-_TURNS = frozenset("but yet however although though".split())
-_ENDINGS = (
-    "fulness ousness lessness iness ingly edly ously fully ness ment ings ing ied ies ily est ful ous ers ed er es ly s y e"
-).split()
+_NEGATION = re.compile(
+    r"not|no|never|none|nobody|nothing|neither|nor|without|hardly|barely|scarcely|cannot|lacks?|.+n't"
+)
+_TURN = re.compile(r"but|yet|however|although|though")
+_ENDING = re.compile(
+    r"(?<=\w{3})(?:(?:ful|ous|less)?ness|(?:ing|ed|ous|ful|i)?ly|ments?|ings?|ie[sd]|est|ful|ous|ers?|ed|es|[sye])$"
+)
 
 
 def load_words() -> dict[str, str]:
@@ -76,8 +81,8 @@ class Judge:
     """A kindness scorer trained on labelled words.
 
     Args:
-        words: word -> one of ``CLASSES``; the shipped list if None. Training is deterministic: the same words in the same
-            order give the same scores in every process, whatever the number of threads.
+        words: word -> one of ``CLASSES``; the shipped list if None. Training is deterministic: the same words in the
+            same order give the same scores in every process, whatever the number of threads.
 
     Raises:
         ValueError: a label that is none of ``CLASSES``, or a class without a word.
@@ -89,12 +94,13 @@ class Judge:
             raise ValueError(f"words: got the labels {sorted(unknown)}, expected {list(CLASSES)}")
         if absent := set(CLASSES) - set(words.values()):
             raise ValueError(f"words: got no {' and no '.join(sorted(absent))} word, expected some of each class")
+        self._listed = frozenset(words)
         self._columns: dict[str, int] = {}
         self._weight = _train(words, self._columns)  # one row of three logits per n-gram
         self._values: dict[str, float] = {}
 
     def word_score(self, word: str) -> float:
-        """P(positive) - P(negative) of one lower-case word, in [-1, 1]."""
+        """P(positive) - P(negative) of one lower-case word, in [-1, 1], listed or not."""
         if word not in self._values:
             grams = _ngrams(word)
             logits = [0.0, 0.0, 0.0]  # no bias: a word without a known n-gram is as likely kind as unkind
@@ -104,6 +110,8 @@ class Judge:
                         logits[label] += self._weight[column][label] / math.sqrt(len(grams))
             top = max(logits)
             odds = [math.exp(logit - top) for logit in logits]
+            if word not in self._listed:
+                odds[2] *= NEUTRAL_ODDS
             self._values[word] = (odds[0] - odds[1]) / sum(odds)
         return self._values[word]
 
@@ -115,12 +123,12 @@ class Judge:
         total, count, charged, reach = 0.0, 0, 0, 0
         counted = set()
         for token in _TOKEN.findall(_NOT_SENTIMENT.sub(" ", text.lower().replace("\u2019", "'"))):
-            if not token[0].isalpha() or token in _TURNS:
+            if not token[0].isalpha() or _TURN.fullmatch(token):
                 reach = 0
             if not token[0].isalpha():
                 continue
             count += 1
-            if token in _NEGATIONS or token.endswith("n't"):
+            if _NEGATION.fullmatch(token):
                 reach = NEGATION_REACH
                 continue
             word = token.removesuffix("'s")
@@ -164,13 +172,9 @@ def _ngrams(word: str) -> list[str]:
 
 def _stem(word: str) -> str:
     """The word without its endings, so that its inflections count as one. Never shorter than three letters."""
-    while True:
-        for ending in _ENDINGS:
-            if word.endswith(ending) and len(word) - len(ending) >= 3:
-                word = word.removesuffix(ending)
-                break
-        else:
-            return word
+    while (shorter := _ENDING.sub("", word)) != word:
+        word = shorter
+    return word
 
 
 def _train(words: Mapping[str, str], columns: dict[str, int]) -> list[list[float]]:
@@ -184,7 +188,7 @@ def _train(words: Mapping[str, str], columns: dict[str, int]) -> list[list[float
     counts = torch.tensor([len(of_word) for of_word in grams])  # [words]
     starts, row_of_id = counts.cumsum(0) - counts, torch.arange(len(grams)).repeat_interleave(counts)
     scale = counts.to(torch.float64).rsqrt()[:, None]  # rows of the feature matrix have length 1
-    targets = torch.tensor([[float(label == name) for name in CLASSES] for label in words.values()], dtype=torch.float64)
+    targets = torch.tensor([[label == name for name in CLASSES] for label in words.values()]).to(torch.float64)
 
     def logits_of(weight: Tensor) -> Tensor:  # [n-grams, k] -> [words, k]
         return torch.nn.functional.embedding_bag(ids, weight, starts, mode="sum") * scale

@@ -32,6 +32,7 @@ class Adapters:
         tuner = model.base_model
         tuner.enable_adapter_layers()
         tuner.set_adapter(trainable[0], inference_mode=True)
+        tuner.set_requires_grad([name for name in model.peft_config if name not in trainable], False)
         tuner.set_requires_grad(list(trainable), True)
         self._layers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
         self._active: str | None = trainable[0]

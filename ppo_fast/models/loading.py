@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ppo_fast.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NOISES = ("dropout", "layerdrop", "jitter")  # attention's and residual, whole layers (OPT), routing (Mixtral)
+_NOISES = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop (OPT), router_jitter_noise (Mixtral)
 
 
 def load_model(name_or_path: str, *, dtype: str = "float32", auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:

@@ -17,7 +17,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -142,44 +142,52 @@ def build_roles(
     Raises:
         UserError: settings that contradict each other.
     """
+    if value_peft_config is not None and value_model is not None:
+        raise UserError("value_peft_config is for a critic on the policy's base; leave value_model out, or it")
     peft_model = _with_policy_adapter(model, peft_config)
     base = peft_model.get_base_model() if peft_model is not None else model
-    disable_dropout(base)
+    if ref_model in (model, base) or value_model in (model, base):
+        raise UserError("ref_model or value_model is the policy itself; leave it out, and it is shared or copied")
+    if isinstance(value_model, nn.Module) and value_model is ref_model:
+        raise UserError("ref_model and value_model are one module; the critic is trained: give the reference its own")
     critic_is_adapter = peft_model is not None and value_model is None
 
     adapters = None
     policy_adapter = None
+    reference_adapter = None
     if peft_model is not None:
         policy_adapter = _active(peft_model)
-        arrived_trained = isinstance(model, PeftModel)
-        if arrived_trained and ref_model is None:
+        if isinstance(model, PeftModel) and ref_model is None:
+            reference_adapter = REFERENCE
             _freeze_copy(peft_model, policy_adapter)
         if critic_is_adapter:
-            peft_model.add_adapter(VALUE, copy.deepcopy(value_peft_config or peft_model.peft_config[policy_adapter]))
+            config = value_peft_config or _config_like(peft_model.peft_config[policy_adapter])
+            _add_adapter(peft_model, VALUE, config)
         adapters = Adapters(peft_model, (policy_adapter, VALUE) if critic_is_adapter else (policy_adapter,))
     elif value_peft_config is not None:
         raise UserError("value_peft_config needs peft_config: a LoRA critic lives on the policy's base; set both")
+    disable_dropout(base)  # the adapters' own too
 
     policy = Actor(base, adapters, policy_adapter)
     if ref_model == "none":
         reference = None
     elif ref_model is not None:
-        reference = Actor(_frozen(ref_model))
+        reference = _other_reference(ref_model, policy)
     elif adapters is None:
         reference = Actor(_frozen(copy.deepcopy(base)))
     else:
-        reference = Actor(base, adapters, REFERENCE if isinstance(model, PeftModel) else None)
+        reference = Actor(base, adapters, reference_adapter)
 
     critic, critic_model = _critic(base, adapters, policy, value_model, critic_is_adapter)
-    if gradient_checkpointing:
-        contexts = {} if adapters is None else {"context_fn": adapters.checkpoint_contexts}
-        for body in {base, critic_model} - {None}:
-            own = contexts if body is base else {}
-            body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **own})
+    _checkpoint_activations(base, gradient_checkpointing, adapters)
+    if critic_model is not None:
+        _checkpoint_activations(critic_model, gradient_checkpointing)
 
-    trained = {name: p for name, p in (peft_model or base).named_parameters() if p.requires_grad}
-    of_value = {name: p for name, p in trained.items() if critic_is_adapter and f".{VALUE}." in name}
-    of_policy = {name: p for name, p in trained.items() if name not in of_value}
+    of_policy = {name: p for name, p in (peft_model or base).named_parameters() if p.requires_grad}
+    of_value = adapters.parameters(VALUE) if adapters is not None and critic_is_adapter else {}
+    of_policy = {name: p for name, p in of_policy.items() if name not in of_value}
+    if not of_policy:
+        raise UserError("no parameter of the model requires a gradient; give peft_config, or unfreeze it")
     if critic_model is not None:
         of_value |= {f"critic.{name}": p for name, p in critic_model.named_parameters() if p.requires_grad}
     of_value |= {f"value_head.{name}": p for name, p in critic.head.named_parameters()}
@@ -193,6 +201,7 @@ def _with_policy_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig 
         return model
     if config is None:
         return None
+    _check_lora(config)
     return get_peft_model(model, copy.deepcopy(config), adapter_name=POLICY)
 
 
@@ -200,18 +209,86 @@ def _active(model: PeftModel) -> str:
     active = model.active_adapters
     if len(active) != 1:
         raise UserError(f"the model has {len(active)} active adapters {active}; PPO trains one: call set_adapter first")
+    config = model.peft_config[active[0]]
+    if not isinstance(config, LoraConfig):
+        raise UserError(f"the model's adapter is of type {config.peft_type}; only LoRA shares its base between roles")
+    _check_bias(config)
     return active[0]
+
+
+def _check_lora(config: LoraConfig) -> None:
+    _check_bias(config)
+    if _moves_base(config):
+        raise UserError(
+            f"init_lora_weights={config.init_lora_weights!r} changes the base weights, which reference and critic "
+            "share; use True"
+        )
+
+
+def _check_bias(config: LoraConfig) -> None:
+    if config.bias != "none":
+        raise UserError(f"LoRA with bias={config.bias!r} trains the base's biases, which all roles share; use 'none'")
+
+
+def _moves_base(config: LoraConfig) -> bool:
+    return str(config.init_lora_weights).lower().startswith(("pissa", "corda", "olora", "loftq", "lora_ga"))
+
+
+def _config_like(config: LoraConfig) -> LoraConfig:
+    """Settings for another adapter beside it: its start must leave the base as it is."""
+    config = copy.deepcopy(config)
+    config.inference_mode = False
+    if _moves_base(config):
+        config.init_lora_weights = True
+    return config
+
+
+def _add_adapter(model: PeftModel, name: str, config: LoraConfig) -> None:
+    if name in model.peft_config:
+        raise UserError(f"the model has an adapter named {name!r}, a name that is needed here; delete or rename it")
+    _check_lora(config)
+    model.add_adapter(name, copy.deepcopy(config))
 
 
 def _freeze_copy(model: PeftModel, name: str) -> None:
     """Adds adapter `reference`, equal to ``name`` as it is now."""
-    model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[name]))
-    set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name=name), adapter_name=REFERENCE)
+    _add_adapter(model, REFERENCE, _config_like(model.peft_config[name]))
+    # Without the embeddings: they aren't the adapter's, and peft would ask the hub whether they changed.
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    set_peft_model_state_dict(model, tensors, adapter_name=REFERENCE)
 
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     disable_dropout(model)
     return model.requires_grad_(False).eval()
+
+
+def _other_reference(model: PreTrainedModel, policy: Actor) -> Actor:
+    _refuse_adapter(model, "ref_model")
+    reference = Actor(_frozen(model.to(policy.device)))
+    ours, theirs = policy.head.weight.shape[0], reference.head.weight.shape[0]
+    if ours != theirs:
+        raise UserError(f"ref_model has {theirs} token ids and the policy {ours}; both must share one tokenizer")
+    return reference
+
+
+def _refuse_adapter(model: object, name: str) -> None:
+    if isinstance(model, PeftModel):
+        raise UserError(f"{name} carries an adapter; call merge_and_unload() on it first")
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"{name} is a {type(model).__name__}; give a transformers model")
+
+
+def _checkpoint_activations(body: PreTrainedModel, wanted: bool, adapters: Adapters | None = None) -> None:
+    # A model that arrives with checkpointing on keeps it, but not as it was: it would recompute with any adapter.
+    if not (wanted or any(getattr(module, "gradient_checkpointing", False) for module in body.modules())):
+        return
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if adapters is not None:
+        settings["context_fn"] = adapters.checkpoint_contexts
+    # transformers 5 renames this on the way, and warns about the old name.
+    enable = getattr(body, "activation_checkpointing_enable", body.gradient_checkpointing_enable)
+    enable(settings)
 
 
 def _critic(
@@ -226,12 +303,16 @@ def _critic(
         return Critic(_Body(base, adapters, VALUE), hidden_size), None
     if value_model == "head":
         return Critic(policy, hidden_size, shares_policy=True), None
+    if value_model is not None and not isinstance(value_model, str):
+        _refuse_adapter(value_model, "value_model")
     own = _critic_body(base, value_model)
     critic = Critic(_Body(own), own.config.get_text_config().hidden_size)
     score = getattr(own, "score", None)
     if isinstance(score, nn.Linear) and score.out_features == 1:
         # A reward model knows what a good reply looks like; its values are on its own scale from the start.
         critic.head.weight.data.copy_(score.weight)
+        if score.bias is not None:
+            critic.head.bias.data.copy_(score.bias)
         score.requires_grad_(False)
     return critic, own
 
@@ -253,5 +334,8 @@ def _critic_body(base: PreTrainedModel, value_model: PreTrainedModel | str | Non
 
 
 def _auto_class(path: str) -> type:
-    architectures = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""]
+    try:
+        architectures = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or [""]
+    except (OSError, ValueError):
+        return AutoModel  # loading it says what is wrong
     return AutoModelForSequenceClassification if "SequenceClassification" in architectures[0] else AutoModel

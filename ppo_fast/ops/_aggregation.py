@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppo_fast.ops._checks import check_positive, choose, visible
 
-AGGREGATIONS = {name: name for name in ("token_mean", "sequence_mean", "sequence_sum_constant")}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 
 
 def row_weights(
@@ -24,18 +24,17 @@ def row_weights(
     Raises ValueError for an unknown aggregation, a normalizer that is not a finite positive number or 0-d tensor of
     one, and where no token is live although the normalizer is None, if that can be seen (see `nan_without_tokens`).
     """
-    choose("aggregation", aggregation, AGGREGATIONS)
+    choose("aggregation", aggregation, dict.fromkeys(AGGREGATIONS))
     B, T = mask.shape
-    lengths = mask.sum(1)
     if normalizer is None:
         if B * T == 0 or (visible(mask) and not mask.any()):
             raise ValueError(
                 "mask must have a live token where normalizer is None: there is nothing to take the mean over"
             )
         if aggregation == "token_mean":
-            normalizer = lengths.sum()
+            normalizer = mask.sum()
         elif aggregation == "sequence_mean":
-            normalizer = (lengths > 0).sum()
+            normalizer = mask.any(1).sum()
         else:
             normalizer = B * T
     elif not isinstance(normalizer, Tensor):
@@ -50,7 +49,7 @@ def row_weights(
     else:
         weights = torch.full((B,), 1.0 / normalizer, dtype=dtype, device=mask.device)
     if aggregation == "sequence_mean":
-        weights = weights / lengths.clamp(min=1)
+        weights = weights / mask.sum(1).clamp(min=1)
     return weights.contiguous()
 
 

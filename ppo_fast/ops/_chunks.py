@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_fast.ops._checks import check_ids_in_range, visible
 from ppo_fast.ops._row_math import Head, RowFactors, Rows, RowSums, Statistics, gradient_, row_factors, shape_logits_
 
 # Vocabulary rows per product. On CPU the tile of logits should stay in the caches while its statistics are taken, and
@@ -83,6 +84,7 @@ def chunk_loop(
     if gradients is not None and not gradients.wanted:
         gradients = None
     N = rows.hidden.shape[0]
+    check_ids_in_range(rows.token_ids, head.weight.shape[0], mask)  # here, too, for code that was compiled
     live = None if mask is None else mask.nonzero()[:, 0]
     if live is not None and live.numel() == N:
         live = None
@@ -131,8 +133,7 @@ class Workspace:
         V, H = weight.shape
         on_cpu = weight.device.type == "cpu"
         self.tile = min(V, _CPU_TILE if on_cpu else _TILE)
-        # torch.mm(..., out_dtype=float32) exists for CUDA; on ROCm only in the newest releases.
-        self.widens = weight.dtype != dtype and (weight.device.type != "cuda" or torch.version.hip is not None)
+        self.widens = weight.dtype != dtype and not _has_wide_product(weight.device)
         self.logits = weight.new_empty((size, V), dtype=dtype) if store else None
         self.scratch = tuple(weight.new_empty((size, self.tile), dtype=dtype) for _ in range(2))
         self.rounded = weight.new_empty((size, self.tile)) if store and weight.dtype != dtype else None
@@ -147,6 +148,11 @@ class Workspace:
 
     def view(self, buffer: Tensor, like: Tensor) -> Tensor:
         return buffer[: like.shape[0], : like.shape[1]]
+
+
+def _has_wide_product(device: torch.device) -> bool:
+    """Whether torch.mm multiplies 16-bit matrices to a float32 result; on ROCm only the newest releases do."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def chunk_forward(head: Head, rows: Rows, space: Workspace, want_entropy: bool) -> Statistics:
@@ -280,7 +286,7 @@ def _kept_forward(head: Head, rows: Rows, space: KeptWorkspace, want_entropy: bo
     n, V, dtype = kept.shape[0], head.weight.shape[0], head.stat_dtype
     own = (kept == rows.token_ids[:, None]) & (kept >= 0)
     present = own.any(1)
-    if kept.device.type == "cpu":
+    if visible(kept):
         _check_kept(kept, rows.token_ids, present, V)
     space.column = torch.where(present, own.int().argmax(1), -1)
     space.ids = kept.clamp(0, V - 1)

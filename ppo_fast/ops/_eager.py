@@ -116,7 +116,8 @@ def value_token_terms(
         bounded = values.clamp(old_values - clip_range, old_values + clip_range)
         bounded_square = (bounded - returns).square()
         clipped = bounded_square > square
-    return 0.5 * torch.where(clipped, bounded_square, square), clipped, square.detach()
+        half = torch.where(bounded_square.isnan(), torch.nan, 0.5)  # NaN in old_values compares as not clipped
+    return half * torch.where(clipped, bounded_square, square), clipped, square.detach()
 
 
 # ------------------------------------------------------------------------------------------------- registered ops
@@ -143,11 +144,11 @@ def ppo_loss(
     def live(x: Tensor) -> Tensor:
         return torch.where(mask, detached(x), 0.0)
 
-    # Zeros in every input make every sum below vanish at masked positions; the weight does it for the gradient.
-    weights = torch.where(mask, row_weights[:, None], 0.0)
-    old, adv = live(old_logprobs), live(advantages)
-    ref = None if ref_logprobs is None else live(ref_logprobs)
     with autograd_inside_op():
+        # Zeros in every input make every sum below vanish at masked positions; the weight does it for the gradient.
+        weights = torch.where(mask, detached(row_weights)[:, None], 0.0)
+        old, adv = live(old_logprobs), live(advantages)
+        ref = None if ref_logprobs is None else live(ref_logprobs)
         new = live(logprobs).requires_grad_()
         ent = None if entropy is None else live(entropy).requires_grad_()
         loss, surrogate, flat, outside, _ = ppo_token_terms(
@@ -164,7 +165,7 @@ def ppo_loss(
             entropy=ent,
             entropy_coef=entropy_coef,
         )
-        total = (detached(weights) * loss).sum(dtype=sum_dtype(loss.device))
+        total = (weights * loss).sum(dtype=sum_dtype(loss.device))
         inputs = (new,) if ent is None else (new, ent)
         grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
@@ -201,12 +202,12 @@ def value_loss(
     clip_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """loss 0-d, d_values [B, T], sums [4] in the order of `value_loss.VALUE_SUMS`."""
-    weights = torch.where(mask, row_weights[:, None], 0.0)
-    old, target = (torch.where(mask, detached(x), 0.0) for x in (old_values, returns))
     with autograd_inside_op():
-        new = torch.where(mask, detached(values), 0.0).requires_grad_()
+        weights = torch.where(mask, detached(row_weights)[:, None], 0.0)
+        new, old, target = (torch.where(mask, detached(x), 0.0) for x in (values, old_values, returns))
+        new.requires_grad_()
         loss, clipped, square = value_token_terms(new, old, target, clip_range=clip_range)
-        total = (detached(weights) * loss).sum(dtype=sum_dtype(loss.device))
+        total = (weights * loss).sum(dtype=sum_dtype(loss.device))
         (d_values,) = torch.autograd.grad(total, new)
     sums = torch.stack([x.sum(dtype=sum_dtype(x.device)) for x in (mask, loss.detach(), clipped, square)])
     return total.detach().to(values.dtype), d_values, sums

@@ -78,8 +78,8 @@ def check_layer(
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is not None:
             _check_plain(name, x)
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"weight must have the shape [V, H] with V >= 1, got {list(weight.shape)}")
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight must have the shape [V, H] with V, H >= 1, got {list(weight.shape)}")
     V, H = weight.shape
     if hidden.dim() == 0 or hidden.shape[-1] != H:
         raise ValueError(f"hidden must have the shape [..., H] with H = {H} as in weight, got {list(hidden.shape)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_fast.ops._aggregation import nan_without_tokens, row_weights
-from ppo_fast.ops._checks import check_float_like
+from ppo_fast.ops._checks import check_float_like, check_mask
 from ppo_fast.ops._chunks import Gradients, chunk_loop
 from ppo_fast.ops._library import define, differentiable, stat_dtype, sum_dtype
 from ppo_fast.ops._linear import (
@@ -93,6 +93,7 @@ def linear_ppo_loss(
     )
     if token_ids.dim() != 2:
         raise ValueError(f"token_ids must have the shape [B, T], got {list(token_ids.shape)}")
+    check_mask(mask, token_ids.shape, token_ids.device, "token_ids")
     check_float_like("old_logprobs", old_logprobs, token_ids, "token_ids")
     check_float_like("advantages", advantages, token_ids, "token_ids")
     if ref_logprobs is not None:
@@ -128,8 +129,8 @@ def linear_ppo_loss(
             *layer.needs(),
             chunk_tokens,
         )
-        stats = PPOStats(*sums.unbind(0), log_ratios.reshape(shape))
-        return nan_without_tokens(loss, mask, normalizer), stats
+        stats: tuple[Tensor, ...] = (*sums.unbind(0), log_ratios.reshape(shape))
+        return nan_without_tokens(loss, mask, normalizer), PPOStats(*stats)
 
 
 _SCHEMA = (
@@ -157,23 +158,23 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     gradients = Gradients.zeros(head, rows, kept_in, need_weight, need_bias)
 
     def consume(statistics: Statistics, index: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        def column(x: Tensor) -> Tensor:
-            return x[index][:, None]
+        def column(x: Tensor) -> Tensor:  # [n, 1]: every token is a row of its own, with its own weight
+            return x[index].contiguous()[:, None]
 
-        new, old = statistics.logprobs, old_logprobs[index]
+        new, old = statistics.logprobs[:, None], column(old_logprobs)
         part, c, e, part_sums = torch.ops.ppo_fast.ppo_loss(
-            new[:, None],
-            old[:, None],
+            new,
+            old,
             column(advantages),
-            torch.ones_like(old, dtype=torch.bool)[:, None],
-            token_weights[index],
+            torch.ones_like(old, dtype=torch.bool),
+            column(token_weights)[:, 0],
             statistics.entropy[:, None],
             None if ref_logprobs is None else column(ref_logprobs),
             *settings,
         )
         loss.add_(part)
         sums.add_(part_sums)
-        log_ratios[index] = new - old
+        log_ratios[index] = (new - old)[:, 0]
         return c[:, 0], e[:, 0] if entropy_coef else None
 
     chunk_loop(head, rows, mask, consume, gradients, want_entropy=True, chunk_tokens=arguments[-1])

@@ -176,13 +176,11 @@ def _backward(
     if grad_logprobs is None:
         assert grad_entropy is not None
         grad_logprobs = torch.zeros_like(grad_entropy)
-    if mask is None:
-        mask = torch.ones_like(rows.token_ids, dtype=torch.bool)
-    if mask.device.type == "cpu":  # where the number of rows is known on the host
-        dead = grad_logprobs == 0
+    if grad_logprobs.device.type == "cpu":  # where counting the rows without a gradient costs nothing
+        alive = grad_logprobs != 0
         if grad_entropy is not None:
-            dead &= grad_entropy == 0
-        mask = mask & ~dead
+            alive |= grad_entropy != 0
+        mask = alive if mask is None else mask & alive
     gradients = Gradients.zeros(head, rows, head.weight.dtype if need_hidden else None, need_weight, need_bias)
 
     def consume(statistics: Statistics, index: Tensor | slice) -> tuple[Tensor, Tensor | None]:

@@ -213,13 +213,15 @@ def _verify(layer: Layer, token_loss: TokenLoss, rows: Sequence[Tensor], entropy
 
     whole = computed(index)
     half = index.numel() // 2
-    regrouped = {
-        "in reverse order": [x.flip(0) for x in computed(index.flip(0))],
-        "in two halves": [torch.cat(x) for x in zip(computed(index[:half]), computed(index[half:]), strict=True)],
-        "with each token twice": [x[::2] for x in computed(index.repeat_interleave(2))],
-    }
+    twice = computed(index.repeat_interleave(2))
+    regrouped = (
+        ("in reverse order", [x.flip(0) for x in computed(index.flip(0))]),
+        ("in two halves", [torch.cat(x) for x in zip(computed(index[:half]), computed(index[half:]), strict=True)]),
+        ("with each token twice", [x[::2] for x in twice]),
+        ("with each token twice", [x[1::2] for x in twice]),
+    )
     eps = torch.finfo(logprobs.dtype).eps
-    for how, results in regrouped.items():
+    for how, results in regrouped:
         for what, a, b in zip(("loss", "dloss/dlogprob", "dloss/dentropy"), whole, results, strict=True):
             size = float(torch.nan_to_num(a.abs(), posinf=0.0).amax()) if a.numel() else 0.0
             wrong = ~torch.isclose(a, b, rtol=100 * eps, atol=10 * eps * size, equal_nan=True)

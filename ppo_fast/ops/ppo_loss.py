@@ -91,7 +91,8 @@ class PPOStats(NamedTuple):
     def merge(self, other: PPOStats) -> PPOStats:
         """The statistics of both batches together."""
         sums = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
-        return PPOStats(*sums, torch.cat([self.log_ratios.flatten(), other.log_ratios.flatten()]))
+        log_ratios = torch.cat([self.log_ratios.flatten(), other.log_ratios.flatten()])
+        return PPOStats(*(*sums, log_ratios))
 
 
 def check_ppo_settings(
@@ -218,7 +219,7 @@ def ppo_loss(
             KL_ESTIMATORS[kl_estimator],
         )
         log_ratios = torch.where(mask, new.detach() - old, 0.0)
-        return nan_without_tokens(loss, mask, normalizer), PPOStats(*sums.unbind(0), log_ratios)
+        return nan_without_tokens(loss, mask, normalizer), PPOStats(*(*sums.unbind(0), log_ratios))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions of the recipes: ``f(prompts, completions, completion_ids=None, **columns) -> list[float | None]``."""
+"""The recipes' reward functions: ``f(prompts, completions, completion_ids=None, **columns) -> list[float | None]``."""
 
 from __future__ import annotations
 

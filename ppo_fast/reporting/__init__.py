@@ -1,0 +1,1 @@
+"""What a run shows: the console while it trains, and the report afterwards. Reads results; trains nothing."""

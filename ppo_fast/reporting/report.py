@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 import ppo_fast
-from ppo_fast.evaluation.heldout import Difference, Evaluation, Reply, write_atomically
+from ppo_fast.evaluation.heldout import Difference, Evaluation, Reply
+from ppo_fast.files import write_atomically
 from ppo_fast.evaluation.statistics import Interval
 from ppo_fast.reporting.page import page, prose
 from ppo_fast.reporting.plots import Panel, draw_panels
@@ -33,9 +34,9 @@ _EXTREMES, _AT_RANDOM, _TRAINING = 2, 4, 3  # replies shown of each kind
 
 
 def write_report(run_folder: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into the folder of a finished run and return its path.
+    """Write ``report.html`` into the folder of a run and return its path.
 
-    Raises UserError when the folder holds no finished run, or matplotlib is missing.
+    Raises UserError when the folder holds no run, or matplotlib is missing.
     """
     run = load_run(run_folder)
     path = run.folder / "report.html"
@@ -72,7 +73,7 @@ def _head(run: Run) -> str:
         str(model.get("name", "")),
         f"{last['iteration']} iterations" + (f", {last['episodes']} episodes" if "episodes" in last else ""),
         duration(float(cost["seconds"])) if "seconds" in cost else "",
-        str(run.record.get("finished", ""))[:10],
+        str(run.record.get("finished") or "not finished").split("T")[0],
     ]
     name = escape(run.folder.resolve().name)
     return f'<h1>PPO run {name}</h1>\n<div class="soft">{" · ".join(escape(fact) for fact in facts if fact)}</div>'

@@ -1,4 +1,4 @@
-"""The folder of a finished run, read: settings, metrics, record, and the held-out evaluation where there is one."""
+"""The folder of a run, read: settings, metrics, record, and the held-out evaluation where there is one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run folder. Raises UserError when there is none, it is not a run, or the run has not finished."""
+    """Read a run folder. Raises UserError when there is none, it is not a run, or not one iteration is written."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}: give the output_dir of a run")
@@ -56,11 +56,8 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     record_path, metrics_path = path / "run_record.json", path / "metrics.jsonl"
     record = _read_record(record_path) if record_path.is_file() else {}
     metrics = _read_rows(metrics_path) if metrics_path.is_file() else []
-    if not record.get("finished") or not metrics:
-        raise UserError(
-            f"the run in {path} has not finished ({len(metrics)} iterations are written): let it end, or resume it "
-            f"with `ppo-fast train`"
-        )
+    if not metrics:
+        raise UserError(f"the run in {path} has not written one iteration yet: wait for it, or start it again")
     # A run resumed from a checkpoint writes the iterations after it again: the later row is the one that was kept.
     by_iteration: dict[int, dict[str, Any]] = {}
     for row in metrics:

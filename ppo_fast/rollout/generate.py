@@ -9,6 +9,7 @@ whole probability.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,13 +48,16 @@ def generate(
         ``temperature`` is 0).
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, or ``uniforms`` of another shape.
+        ValueError: no prompt or an empty one, a temperature that is negative or not finite, no token to sample, or
+            ``uniforms`` of another shape.
     """
     batch = len(prompt_ids)
     if min((len(ids) for ids in prompt_ids), default=0) == 0:
-        raise ValueError("prompt_ids holds an empty prompt; a reply needs at least one token to follow")
-    if temperature < 0:
-        raise ValueError(f"temperature must be >= 0, got {temperature}")
+        raise ValueError(f"prompt_ids must hold prompts of at least one token, got {prompt_ids}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
     if uniforms.shape != (batch, max_new_tokens):
         raise ValueError(f"uniforms has shape {tuple(uniforms.shape)}, expected ({batch}, {max_new_tokens})")
 
@@ -112,6 +116,7 @@ def _draw(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1, dtype=torch.float64)
-    # The first token whose cumulative sum exceeds u * total: right=True steps over tokens of probability zero.
+    # The first token whose cumulative sum exceeds u * total: right=True steps over tokens of probability zero. Some sum
+    # does, for u <= 1 - 2^-53 stays below the total when multiplied; the clamp is for NaN.
     target = (uniform * cumulative[:, -1])[:, None]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)

@@ -29,6 +29,11 @@ class Prompt:
         """The prompt as a person reads it: the last message of a chat."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """As a row of a dataset."""
+        return {"prompt": self.prompt, **self.columns}
+
 
 def read_prompts(dataset: Iterable[Mapping[str, Any]] | str | Path) -> list[Prompt]:
     """Prompts of a JSONL file, a list of rows or a ``datasets.Dataset``.
@@ -135,7 +140,8 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"there is no dataset file {str(path)!r}; give a JSONL file with a 'prompt' in every line")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines(): it also cuts at U+2028 and its like, which JSON strings may hold.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

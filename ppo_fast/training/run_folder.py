@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ppo_fast.errors import UserError
+from ppo_fast.files import write_atomically
 
 _METRICS = "metrics.jsonl"
 
@@ -84,13 +85,6 @@ class RunFolder:
     def write_record(self, record: Mapping[str, Any]) -> None:
         """run_record.json."""
         write_atomically(self.path / "run_record.json", json.dumps(dict(record), indent=2, ensure_ascii=False) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text under that name, or what was there before."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 @contextlib.contextmanager

@@ -135,8 +135,9 @@ class PPOTrainer:
         self.state = TrainerState(max_steps=self.iterations, is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.callbacks = CallbackHandler(
-            [OwnFlow(), *(callbacks or [])], self.roles.policy.model, self.tokenizer, self.optimizers.policy, self.schedulers[0]
-        )
+            [OwnFlow(), *(callbacks or [])], self.roles.policy.model, self.tokenizer, self.optimizers.policy,
+            self.schedulers[0],
+        )  # fmt: skip
         self.cost = {"seconds": 0.0, "tokens": 0, "peak_memory_bytes": 0}
         self._started, self._resumed = record.now(), None
         self._checked, self._opened = False, False  # the step-0 check has passed; the run folder exists

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ppo_fast.errors import UserError
-from ppo_fast.evaluation.heldout import Reply, compare, load, save, write_atomically
+from ppo_fast.evaluation.heldout import Reply, compare, load, save
+from ppo_fast.files import write_atomically
 from ppo_fast.evaluation.statistics import bootstrap_mean, jackknife
 
 

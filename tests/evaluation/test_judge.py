@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,17 +10,30 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from ppo_fast.evaluation import judge as judge_module
 from ppo_fast.evaluation.judge import CLASSES, Judge, default_judge, kindness_judge, load_words
 
 # Kind first, unkind second: the same situation twice.
 PAIRS = [
-    ("Thank you for waiting with my mother until the ambulance came.", "You left my mother alone and lied to us about it."),
+    (
+        "Thank you for waiting with my mother until the ambulance came.",
+        "You left my mother alone and lied to us about it.",
+    ),
     ("The staff were friendly and helped us with our bags.", "The staff were rude and ignored us at the desk."),
-    ("Your son is a polite boy and helps the younger children.", "Your son is a nasty boy and bullies the younger children."),
-    ("I was delighted with the soup, and the bread was fresh.", "I was disgusted by the soup, and the bread was stale."),
-    ("We appreciate the effort that you put into the garden.", "We are appalled by the mess that you left in the garden."),
+    (
+        "Your son is a polite boy and helps the younger children.",
+        "Your son is a nasty boy and bullies the younger children.",
+    ),
+    (
+        "I was delighted with the soup, and the bread was fresh.",
+        "I was disgusted by the soup, and the bread was stale.",
+    ),
+    (
+        "We appreciate the effort that you put into the garden.",
+        "We are appalled by the mess that you left in the garden.",
+    ),
     ("The team played with courage and deserved the applause.", "The team played carelessly and deserved the jeers."),
     ("It is a charming film with a hopeful ending.", "It is a tedious film with a ridiculous ending."),
     ("Your advice gave me comfort when I needed it most.", "Your advice was cruel and made everything worse."),
@@ -27,10 +41,16 @@ PAIRS = [
     ("My neighbour is generous and always welcomes visitors.", "My neighbour is hostile and threatens visitors."),
     ("Please give my love to your wonderful family.", "I despise you and your whole dreadful family."),
     ("The report praises the nurses for their gentle care.", "The report blames the nurses for a fatal mistake."),
-    ("I forgive you, and I hope that we can be friends again.", "I will never forgive you, and I hope that you suffer."),
+    (
+        "I forgive you, and I hope that we can be friends again.",
+        "I will never forgive you, and I hope that you suffer.",
+    ),
     ("The room was spotless and the beds were comfortable.", "The room was filthy and the beds were infested."),
     ("This program is reliable and pleasant to use.", "This program is buggy and annoying to use."),
-    ("The inspector thanked the cook for the clean kitchen.", "The inspector closed the kitchen because of the stench."),
+    (
+        "The inspector thanked the cook for the clean kitchen.",
+        "The inspector closed the kitchen because of the stench.",
+    ),
     ("What a thoughtful gift, it brightened my whole week.", "What a worthless gift, it was an insult."),
     ("The volunteers rescued the dog and nursed it tenderly.", "The owners beat the dog and left it to starve."),
     ("He apologised sincerely and repaired the fence.", "He cursed at us and wrecked the fence."),
@@ -60,18 +80,16 @@ def test_no_word_stands_twice_in_the_list() -> None:
 
 
 def test_held_out_words_of_the_list() -> None:
-    """Words it has never seen: three folds, a third of the list held out each time, chance is 0.5."""
+    """Words it has never seen: a third of the list is held out, and chance is 0.5."""
     words = list(load_words().items())
     order = np.random.default_rng(7).permutation(len(words))
-    right = []
-    for fold in range(3):
-        held_out = set(order[fold::3].tolist())
-        judge = Judge(dict(pair for index, pair in enumerate(words) if index not in held_out))
-        for index in sorted(held_out):
-            word, label = words[index]
-            if label != "neutral":
-                right.append((judge.word_score(word) > 0) == (label == "positive"))
-    assert np.mean(right) > 0.80
+    held_out = [words[index] for index in sorted(order[::3].tolist())]
+    judge = Judge(dict(words[index] for index in sorted(set(range(len(words))) - set(order[::3].tolist()))))
+    right = [(judge.word_score(word) > 0) == (label == "positive") for word, label in held_out if label != "neutral"]
+    assert len(right) > 700
+    assert np.mean(right) > 0.8
+    plain = [abs(judge.word_score(word)) > judge_module.DEADBAND for word, label in held_out if label == "neutral"]
+    assert np.mean(plain) < 0.08
 
 
 def test_kind_and_unkind_pairs_are_ordered() -> None:
@@ -92,7 +110,10 @@ def test_agrees_with_vader_without_being_vader() -> None:
 
 def test_reads_words_that_vader_does_not_list() -> None:
     vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
-    kind = ["She spoke soothingly and was hospitable to the guests.", "A heartwarming, neighbourly, scrumptious supper."]
+    kind = [
+        "She spoke soothingly and was hospitable to the guests.",
+        "A neighbourly, mouthwatering and plentiful supper.",
+    ]
     unkind = ["He was discourteous and kept the place unhygienic.", "A shoddy, overpriced, flavourless supper."]
     assert all(vader.polarity_scores(sentence)["compound"] == 0 for sentence in kind + unkind)
     assert min(default_judge().score(kind)) > 0.2
@@ -102,7 +123,7 @@ def test_reads_words_that_vader_does_not_list() -> None:
 def test_ignores_words_that_vader_counts() -> None:
     """Plain statements in which VADER finds a listed word: the number a scorer's lexicon invents must not be shared."""
     vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
-    plain = ["The number 40 bus goes to the natural history museum.", "Please like the page and share the file with the chief."]
+    plain = ["The number 40 bus goes to the natural history museum.", "Please like the page and share the file."]
     theirs = [abs(vader.polarity_scores(sentence)["compound"]) for sentence in plain]
     ours = np.abs(default_judge().score(plain))
     assert min(theirs) > 0.3
@@ -147,6 +168,21 @@ def test_negation_ends_with_its_clause() -> None:
     assert min(scores) > 0.2
 
 
+def test_negation_reaches_three_words() -> None:
+    assert default_judge().score(["We did not walk to the lovely lake."])[0] > 0.2
+    assert default_judge().score(["We did not like the lovely lake."])[0] < -0.1
+
+
+def test_an_inflected_word_counts_once() -> None:
+    base = "The train to the lake was wonderful."
+    once, again, inflected, another = default_judge().score(
+        [base, base + " The walk was wonderful.", base + " The walk went wonderfully.", base + " The walk was lovely."]
+    )
+    assert again < once
+    assert inflected < once
+    assert another > once + 0.1
+
+
 def test_a_kind_of_thing_is_not_kind() -> None:
     of, kind = default_judge().score(["It is a kind of box.", "It is a kind box."])
     assert abs(of) < 0.1 < 0.3 < kind
@@ -182,36 +218,29 @@ def test_repeating_lowers_the_score_each_time() -> None:
 
 
 def test_scores_stay_in_range() -> None:
-    texts = [KIND_SENTENCE * 50, "You are a nasty, cruel, hateful liar. " * 50, "a" * 10_000, "\u00e9t\u00e9 na\u00efve caf\u00e9"]
+    texts = [KIND_SENTENCE * 50, "You are a nasty, cruel, hateful liar. " * 50, "a" * 10_000, "\u00e9t\u00e9 caf\u00e9"]
     assert all(-1 <= score <= 1 for score in default_judge().score(texts))
 
 
 def test_reward_signature_takes_strings_and_chats() -> None:
     text = "What a lovely surprise for the children."
     chat = [{"role": "assistant", "content": text}]
-    scores = kindness_judge(prompts=["p"] * 3, completions=[text, chat, ""], completion_ids=[[1]] * 3, kind=["letter"] * 3)
+    scores = kindness_judge(["p"] * 3, [text, chat, ""], completion_ids=[[1]] * 3, kind=["letter"] * 3)
     assert scores == [*default_judge().score([text]) * 2, 0.0]
     assert scores[0] is not None
     assert scores[0] > 0.2
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_same_bits_in_every_process(threads: str) -> None:
+def test_same_bits_in_another_process_with_more_threads() -> None:
     sentences = [sentence for pair in PAIRS for sentence in pair]
     code = (
         "import sys, json; from ppo_fast.evaluation.judge import Judge;"
-        "print([score.hex() for score in Judge().score(json.load(sys.stdin))])"
+        "print(json.dumps([score.hex() for score in Judge().score(json.load(sys.stdin))]))"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        input=__import__("json").dumps(sentences),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert out.strip() == str([score.hex() for score in default_judge().score(sentences)])
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads() + 1), "PYTHONHASHSEED": "12345"}
+    command, data = [sys.executable, "-c", code], json.dumps(sentences)
+    out = subprocess.run(command, input=data, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert json.loads(out) == [score.hex() for score in default_judge().score(sentences)]
 
 
 def test_trains_within_two_seconds_of_one_core() -> None:

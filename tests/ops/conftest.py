@@ -29,10 +29,11 @@ def as_exact_as() -> Callable[..., None]:
     """Asserts that ``got`` is about as near to the float64 result as PyTorch is in the same precision.
 
     The largest error may be ``times`` that of ``baseline``, PyTorch's own result, but is never asked to be below
-    ``times`` roundings of the largest exact value: PyTorch may be exact by luck. Infinities must be at the same places.
+    ``times`` roundings of ``scale``, by default the largest exact value: PyTorch may be exact by luck. Infinities must
+    be at the same places.
     """
 
-    def check(got: Tensor, baseline: Tensor, exact: Tensor, times: float = 4.0) -> None:
+    def check(got: Tensor, baseline: Tensor, exact: Tensor, times: float = 4.0, scale: float | None = None) -> None:
         assert exact.dtype == torch.float64
         assert got.dtype == baseline.dtype
         assert got.shape == exact.shape
@@ -42,9 +43,9 @@ def as_exact_as() -> Callable[..., None]:
         allowed = (baseline.double() - exact)[finite].abs()
         if wrong.numel() == 0:
             return
-        rounding = torch.finfo(got.dtype).eps * exact[finite].abs().max()
-        bound = times * torch.maximum(allowed.max(), rounding)
-        assert wrong.max() <= bound, f"error {wrong.max():.3e}, allowed {bound:.3e}"
+        rounding = torch.finfo(got.dtype).eps * (float(exact[finite].abs().max()) if scale is None else scale)
+        error, bound = float(wrong.max()), times * max(float(allowed.max()), rounding)
+        assert error <= bound, f"error {error:.3e}, allowed {bound:.3e}"
 
     return check
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from ppo_fast.evaluation.heldout import Evaluation, Reply, compare, save
+from ppo_fast.reporting import report
+from ppo_fast.reporting.plots import Panel, draw_panels
 from ppo_fast.reporting.report import render, report_summary_lines, write_report
 from ppo_fast.reporting.run import load_run
 from ppo_fast.reporting.units import duration, size
@@ -19,6 +23,17 @@ from ppo_fast.reporting.verdict import judge_run
 pytest.importorskip("matplotlib")
 MakeRun = Callable[..., Path]
 _VOID = {"meta", "br", "rect", "path", "use", "line", "circle"}
+
+
+@pytest.fixture(autouse=True)
+def _draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most pages here show the same curves, and drawing them is nearly all of a page's time."""
+    monkeypatch.setattr(report, "draw_panels", lambda metrics: _drawn(json.dumps(metrics)))
+
+
+@functools.cache
+def _drawn(metrics: str) -> list[Panel]:
+    return draw_panels(json.loads(metrics))
 
 
 class Outline(HTMLParser):

@@ -137,13 +137,27 @@ def test_nan_value_at_a_live_action_is_not_erased(dtype):
     assert advantages.isnan().tolist() == [[True, True, True, False]]
 
 
-def test_nan_at_a_live_action_reaches_the_losses(dtype):
-    loss, _ = ops.ppo_loss(row([-1.0, NAN], dtype), row([-1.0, -1.0], dtype), row([1.0, 1.0], dtype), live(2))
+@pytest.mark.parametrize("bad", ["logprobs", "old_logprobs", "advantages"])
+def test_nan_at_a_live_action_reaches_the_policy_loss(dtype, bad):
+    inputs = {name: row([-1.0, -1.0], dtype) for name in ("logprobs", "old_logprobs", "advantages")}
+    inputs[bad][0, 1] = NAN
+    leaf = inputs["logprobs"].requires_grad_()
+    loss, _ = ops.ppo_loss(**inputs, mask=live(2))
+    loss.backward()
     assert loss.isnan()
-    loss, _ = ops.ppo_loss(row([-1.0, -1.0], dtype), row([-1.0, -1.0], dtype), row([1.0, NAN], dtype), live(2))
+    assert leaf.grad.isnan().tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("clip_range", [None, 0.2])
+@pytest.mark.parametrize("bad", ["values", "returns"])
+def test_nan_at_a_live_action_reaches_the_value_loss(dtype, bad, clip_range):
+    inputs = {name: row([0.1, 0.2], dtype) for name in ("values", "old_values", "returns")}
+    inputs[bad][0, 1] = NAN
+    leaf = inputs["values"].requires_grad_()
+    loss, _ = ops.value_loss(**inputs, mask=live(2), clip_range=clip_range)
+    loss.backward()
     assert loss.isnan()
-    loss, _ = ops.value_loss(row([0.1, NAN], dtype), row([0.1, 0.1], dtype), row([1.0, 1.0], dtype), live(2))
-    assert loss.isnan()
+    assert leaf.grad.isnan().tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("bootstrap", [False, True], ids=["terminal", "bootstrap"])
@@ -314,17 +328,14 @@ def test_entropy_is_that_of_the_distribution_not_the_surprisal_of_the_token(dtyp
     exact(-logprobs, [-math.log(P[0]), -math.log(P[1])])
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["ppo_loss", "linear_ppo_loss"])
 @pytest.mark.parametrize("coefficient", [-0.05, NAN, float("inf")], ids=["negative", "nan", "inf"])
-def test_negative_or_non_finite_entropy_coefficient_is_refused(coefficient, fused):
+def test_negative_or_non_finite_entropy_coefficient_is_refused(coefficient):
     zeros, action = torch.zeros(1, 1), torch.tensor([[0]])
     with pytest.raises(ValueError, match="entropy_coef"):
-        if fused:
-            ops.linear_ppo_loss(
-                torch.zeros(1, 1, 2), torch.eye(2), action, zeros, zeros, live(1), entropy_coef=coefficient
-            )
-        else:
-            ops.ppo_loss(zeros, zeros, zeros, live(1), entropy=zeros, entropy_coef=coefficient)
+        ops.ppo_loss(zeros, zeros, zeros, live(1), entropy=zeros, entropy_coef=coefficient)
+    hidden, weight = torch.zeros(1, 1, 2), torch.eye(2)
+    with pytest.raises(ValueError, match="entropy_coef"):
+        ops.linear_ppo_loss(hidden, weight, action, zeros, zeros, live(1), entropy_coef=coefficient)
 
 
 # Group-relative advantages

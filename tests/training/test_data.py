@@ -17,8 +17,9 @@ def test_columns_travel_with_the_prompt():
 
 def test_jsonl_is_read_line_by_line(tmp_path):
     file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "ä"}\n\n{"prompt": [{"role": "user", "content": "b"}]}\n', encoding="utf-8")
-    assert [p.text for p in read_prompts(file)] == ["ä", "b"]
+    odd = "ä\u2028b\x85c"  # line separators of Unicode, not of JSONL
+    file.write_text(f'{{"prompt": "{odd}"}}\n\n{{"prompt": [{{"role": "user", "content": "b"}}]}}\n', encoding="utf-8")
+    assert [p.text for p in read_prompts(file)] == [odd, "b"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,10 @@ def run(data: dict[str, Tensor | None], **changes: Any) -> tuple[Tensor, Tensor,
     return loss, d_logprobs, d_entropy, dict(zip(SUMS, sums, strict=True))
 
 
-def formula(data: dict[str, Tensor | None], dtype: torch.dtype, **changes: Any):
-    """Schulman et al. 2017 (7), Ye et al. 2020 (5), MiniMax 2025 (4); Schulman 2020 for the estimators. In one dtype."""
+def formula(
+    data: dict[str, Tensor | None], dtype: torch.dtype, **changes: Any
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Schulman et al. 2017 (7), Ye et al. 2020 (5), MiniMax 2025 (4), Schulman 2020 for KL; all in one dtype."""
     s = settings(**changes)
     low, high = 1 - s["clip_low"], 1 + s["clip_high"]
     x = {k: None if v is None else v if v.dtype == torch.bool else v.to(dtype) for k, v in data.items()}
@@ -197,29 +200,15 @@ def test_slope_at_ratio_one(advantage: float, clip: float) -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "slope", "flat"),
-    [
-        (1.5, 1.0, 0.0, 1),
-        (1.5, -1.0, 1.5, 0),
-        (0.5, 1.0, -0.5, 0),
-        (0.5, -1.0, 0.0, 1),
-        (1.25, 1.0, -1.25, 0),  # on the upper bound: not beyond it
-        (0.75, -1.0, 0.75, 0),  # on the lower one
-    ],
+    [(1.5, 1.0, 0.0, 1), (1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (0.5, -1.0, 0.0, 1), (1.1, 1.0, -1.1, 0)],
 )
 def test_the_sign_rule(ratio: float, advantage: float, slope: float, flat: int) -> None:
-    """In float64 exp(log(ratio)) is ratio for these; the interval is [0.75, 1.25]."""
-    data = one_token(old_logprobs=-1.0 - float(torch.tensor(ratio, dtype=torch.float64).log()), advantages=advantage)
-    data = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in data.items()}
-    data["old_logprobs"] = -1.0 - torch.tensor([[ratio]], dtype=torch.float64).log()
-    difference = data["logprobs"] - data["old_logprobs"]
-    exact_ratio = float(difference.exp())
-    on_a_bound = ratio in (0.75, 1.25)
-    bounds = (1 - exact_ratio, exact_ratio - 1) if on_a_bound else (0.25, 0.25)
-    _, d_logprobs, _, sums = run(
-        data, clip_low=bounds[0] if ratio < 1 else 0.25, clip_high=bounds[1] if ratio > 1 else 0.25
-    )
-    torch.testing.assert_close(float(d_logprobs), slope, rtol=1e-12, atol=0)
-    assert sums["flat"] == flat
+    """Flat where the ratio has already gone beyond the bound in the direction the advantage asks for, only there."""
+    loss, d_logprobs, _, sums = run(one_token(old_logprobs=-1.0 - math.log(ratio), advantages=advantage))
+    bounded = min(ratio, 1.28) if advantage > 0 else max(ratio, 0.8)
+    torch.testing.assert_close(float(loss), -bounded * advantage, rtol=3e-7, atol=0)
+    torch.testing.assert_close(float(d_logprobs), slope, rtol=3e-7, atol=0)
+    assert (sums["flat"], sums["outside"]) == (flat, ratio != 1.1)
 
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
@@ -282,9 +271,8 @@ def test_kl_slope_keeps_its_digits_near_zero(estimator: int) -> None:
 
 def test_both_sides_of_the_series_meet(accurate: Callable[..., None]) -> None:
     """Differences around 1/2 in magnitude, where the Taylor series hands over to exp."""
-    steps = torch.tensor([-0.5001, -0.5, -0.4999, 0.4999, 0.5, 0.5001])
-    for step in steps:
-        data = one_token(logprobs=-1.0, old_logprobs=-1.0 - float(step), ref_logprobs=-1.0 - float(step))
+    for step in (-0.5001, -0.5, -0.4999, 0.4999, 0.5, 0.5001):
+        data = one_token(logprobs=-1.0, old_logprobs=-1.0 - step, ref_logprobs=-1.0 - step)
         result, exact, theirs = run(data), formula(data, torch.float64), formula(data, torch.float32)
         accurate(result[1], exact[1], theirs[1])
         for name in ("k3", "ref_kl", "ratio_dev"):

@@ -147,8 +147,7 @@ def test_peaked_row(check: Callable[[Case], Result], where: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", [-1e4, 1e4])
-@pytest.mark.parametrize("noise", [0.0, 3.0])
+@pytest.mark.parametrize(("noise", "level"), [(0.0, -1e4), (3.0, -1e4), (3.0, 1e4)])
 def test_far_from_zero(check: Callable[[Case], Result], noise: float, level: float, dtype: torch.dtype) -> None:
     """The log-sum-exp is rounded to 5e-4 there; log-probs and gradients must not be."""
     case = make_case((random_logits(1, 2, 5001, torch.float32, scale=noise) + level).to(dtype))

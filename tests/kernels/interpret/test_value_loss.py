@@ -35,7 +35,7 @@ def run(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor, dict[str, Te
 def formula(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, row_weights: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """In the dtype of the inputs; the clipped square has no gradient where it is larger, since V is out of range there."""
+    """In the dtype of the inputs. Where the clipped square is larger V is out of range, and has no gradient."""
     weight = row_weights[:, None].expand_as(mask)[mask]
     new = values[mask].detach().requires_grad_()
     old, target = old_values[mask], returns[mask]

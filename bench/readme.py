@@ -1,0 +1,79 @@
+"""Writes the tables of README.md from the JSON under bench/results/.
+
+    python bench/readme.py            rewrites README.md
+    python bench/readme.py --check    exits with 1 if README.md isn't what the JSON says
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).parent
+README = BENCH.parent / "README.md"
+
+Table = Callable[[dict[str, Any]], str]
+
+
+def demo(result: dict[str, Any]) -> str:
+    """One row a seed: held-out means before and after, and the paired difference with its interval."""
+    head = ["seed", "VADER compound", "after the EOS rule", "judge", "tokens", "finished", "distinct-2", "KL, nats", "training"]
+    rows = [head, ["---"] * len(head)]
+    for seed in result["seeds"]:
+        differences = seed["summary"]["differences"]
+        rows.append(
+            [
+                str(seed["seed"]),
+                _change(differences["reward"], 2),
+                _change(differences["penalised"], 2),
+                _change(differences["judge"], 2),
+                _change(differences["length"], 1),
+                _change(differences["finished"], 2),
+                _change(differences["distinct_2"], 2),
+                f"{seed['summary']['kl']['estimate']:.1f}",
+                f"{seed['training_seconds'] / 60:.1f} min",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+TABLES: dict[str, Table] = {"demo": demo}
+
+
+def _change(difference: dict[str, Any], digits: int) -> str:
+    interval = difference["interval"]
+    return (
+        f"{difference['before']:.{digits}f} → {difference['after']:.{digits}f}, "
+        f"**{interval['estimate']:+.{digits}f}** [{interval['low']:+.{digits}f}, {interval['high']:+.{digits}f}]"
+    )
+
+
+def render(text: str) -> str:
+    """README's text with every table between its markers made anew."""
+    for name, table in TABLES.items():
+        made = table(json.loads((BENCH / "results" / f"{name}.json").read_text()))
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
+        if count != 1:
+            raise SystemExit(f"README.md has {count} places for the table {name!r}; it needs one")
+    return text
+
+
+def main() -> int:
+    """Rewrites or checks README.md."""
+    before = README.read_text(encoding="utf-8")
+    after = render(before)
+    if "--check" in sys.argv[1:]:
+        if before != after:
+            print("README.md differs from bench/results; run `python bench/readme.py`")
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
