@@ -1,7 +1,7 @@
 """Writes the tables of README.md from the JSON under bench/results/.
 
-    python bench/readme.py            rewrites README.md
-    python bench/readme.py --check    exits with 1 if README.md isn't what the JSON says
+python bench/readme.py            rewrites README.md
+python bench/readme.py --check    exits with 1 if README.md isn't what the JSON says
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ Table = Callable[[dict[str, Any]], str]
 
 def demo(result: dict[str, Any]) -> str:
     """One row a seed: held-out means before and after, and the paired difference with its interval."""
-    head = ["seed", "VADER compound", "after the EOS rule", "judge", "tokens", "finished", "distinct-2", "KL, nats", "training"]
+    head = [
+        "seed",
+        "VADER compound",
+        "after the EOS rule",
+        "judge",
+        "tokens",
+        "finished",
+        "distinct-2",
+        "KL, nats",
+        "training",
+    ]
     rows = [head, ["---"] * len(head)]
     for seed in result["seeds"]:
         differences = seed["summary"]["differences"]

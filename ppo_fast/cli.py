@@ -110,7 +110,7 @@ def _trainer(recipe: Recipe, callbacks: Sequence[object] = ()) -> PPOTrainer:
         [prompt.row for prompt in recipe.prompts], [prompt.row for prompt in recipe.heldout] or None,
         value_model=recipe.value_model, peft_config=recipe.lora, callbacks=list(callbacks),
     )  # fmt: skip
-    trainer.settings = recipe.settings
+    trainer.journal.settings = recipe.settings
     return trainer
 
 

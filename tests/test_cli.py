@@ -162,7 +162,9 @@ def test_a_second_run_into_the_same_folder_is_refused(recipe, tmp_path, capsys):
 
 
 def test_the_console_script_is_installed():
-    result = subprocess.run([sys.executable, "-m", "ppo_fast.cli", "train"], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "ppo_fast.cli", "train"], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 2
     assert "--config" in result.stderr
 

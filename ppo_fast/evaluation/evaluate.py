@@ -14,6 +14,7 @@ from ppo_fast.training import checkpoint
 from ppo_fast.training.data import Prompt
 from ppo_fast.training.experience import eos_rule, policy_logprobs
 from ppo_fast.training.recipe import Recipe
+from ppo_fast.training.rewards import RewardFunctions
 from ppo_fast.training.trainer import PPOTrainer
 
 
@@ -64,7 +65,7 @@ def _scored(trainer: PPOTrainer, recipe: Recipe, prompts: Sequence[Prompt], roll
     penalised = eos_rule(filled, rollout.finished, trainer.args).tolist()
     judged: Sequence[float | None] = [None] * len(texts)
     if recipe.judge is not None:
-        judged = recipe.judge(prompts=[prompt.prompt for prompt in prompts], completions=texts)
+        judged = RewardFunctions([recipe.judge])(prompts, texts, completion_ids).total
     return [
         Reply(
             prompt=prompt.text,
@@ -79,4 +80,3 @@ def _scored(trainer: PPOTrainer, recipe: Recipe, prompts: Sequence[Prompt], roll
         )
         for row, prompt in enumerate(prompts)
     ]
-

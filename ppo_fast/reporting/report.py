@@ -13,8 +13,8 @@ import yaml
 
 import ppo_fast
 from ppo_fast.evaluation.heldout import Difference, Evaluation, Reply
-from ppo_fast.files import write_atomically
 from ppo_fast.evaluation.statistics import Interval
+from ppo_fast.files import write_atomically
 from ppo_fast.reporting.page import page, prose
 from ppo_fast.reporting.plots import Panel, draw_panels
 from ppo_fast.reporting.run import Run, load_run

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -42,7 +42,7 @@ def find(run: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def resolve(run: Path, wanted: bool | str | Path) -> Path:
+def resolve(run: Path, wanted: Literal[True] | str | Path) -> Path:
     """The checkpoint to resume from: the one named, or the newest of the run.
 
     Raises:

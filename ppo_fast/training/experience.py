@@ -76,15 +76,17 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
     """Reference log-probs and values of every reply token, and the policy's own where they are asked for."""
     shape = rollout.response_mask.shape
     device = rollout.token_ids.device
-    wanted = {"rescored": roles.policy if config.old_logprobs == "rescored" else None, "reference": roles.reference}
-    logprobs = {name: torch.zeros(shape, device=device) for name, actor in wanted.items() if actor is not None}
+    rescored = roles.policy if config.old_logprobs == "rescored" else None
+    asked = {"rescored": rescored, "reference": roles.reference}
+    actors = {name: actor for name, actor in asked.items() if actor is not None}
+    logprobs = {name: torch.zeros(shape, device=device) for name in actors}
     values, bootstrap = torch.zeros(shape, device=device), torch.zeros(shape[0], device=device)
     for rows in micro_batches(shape[0], config.micro_batch_size, device):
         batch = rollout.rows(rows)
         width = batch.response_mask.shape[1]
-        for name, filled in logprobs.items():
+        for name, actor in actors.items():
             with annotate(f"ppo_fast/{name}_forward"):
-                filled[rows, :width] = policy_logprobs(wanted[name], batch, config.temperature)
+                logprobs[name][rows, :width] = policy_logprobs(actor, batch, config.temperature)
         row_values, bootstrap[rows] = roles.critic.values(batch)
         values[rows, :width] = row_values.where(batch.response_mask, 0.0)
         progress(int(batch.response_mask.sum()))

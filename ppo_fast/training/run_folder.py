@@ -23,6 +23,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.is_open = False
 
     def require_new(self) -> None:
         """Raises UserError if there is something in the folder already."""
@@ -49,6 +50,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "config.yaml").exists():
             write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(settings), sort_keys=False))
+        self.is_open = True
 
     def rewind(self, iteration: int) -> None:
         """Makes metrics.jsonl end with ``iteration``; later lines, of an interrupted run, are kept in a file beside."""
@@ -69,11 +71,6 @@ class RunFolder:
             file.write(json.dumps(dict(metrics)) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def last_metrics(self) -> dict[str, Any]:
-        """The last line of metrics.jsonl."""
-        lines = (self.path / _METRICS).read_text().splitlines() if (self.path / _METRICS).exists() else []
-        return json.loads(lines[-1]) if lines else {}
 
     def write_completions(self, iteration: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """completions/iteration-NNNNN.jsonl."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
 from ppo_fast.training.checks import Agreement, agreement, require_agreement
 from ppo_fast.training.config import PPOConfig
-from ppo_fast.training.data import Prompt, PromptSampler, dataset_hash, read_prompts, tokenize
+from ppo_fast.training.data import Prompt, PromptSampler, read_prompts, tokenize
 from ppo_fast.training.experience import Experience, Forwards, Progress, score, shape
+from ppo_fast.training.journal import Journal, identity
 from ppo_fast.training.meter import Meter
 from ppo_fast.training.rewards import RewardFunction, RewardFunctions, RewardModel, Scores
 from ppo_fast.training.run_folder import RunFolder
@@ -96,8 +96,6 @@ class PPOTrainer:
         if train_dataset is None:
             raise UserError("train_dataset is missing; PPO needs prompts to reply to")
         self.args = args
-        self.settings: dict[str, Any] = {"ppo": dataclasses.asdict(args)}  # config.yaml; the command line's is wider
-        self.folder = RunFolder(args.output_dir)
         self.accelerator = Accelerator(
             log_with=None if args.report_to == "none" else args.report_to, project_dir=args.output_dir
         )
@@ -111,7 +109,7 @@ class PPOTrainer:
         self.tokenizer = processing_class or load_tokenizer(path)
         policy = load_model(path, dtype=args.dtype) if isinstance(model, str) else model
         policy = policy.to(self.accelerator.device)
-        self._model_identity = {"name": path, "hash": record.model_hash(policy)}
+        model_identity = {"name": path, "hash": record.model_hash(policy)}
         self._reference_is_start = ref_model is None
         self.roles = build_roles(
             policy, peft_config=peft_config, value_peft_config=value_peft_config, ref_model=ref_model,
@@ -138,9 +136,12 @@ class PPOTrainer:
             [OwnFlow(), *(callbacks or [])], self.roles.policy.model, self.tokenizer, self.optimizers.policy,
             self.schedulers[0],
         )  # fmt: skip
-        self.cost = {"seconds": 0.0, "tokens": 0, "peak_memory_bytes": 0}
-        self._started, self._resumed = record.now(), None
-        self._checked, self._opened = False, False  # the step-0 check has passed; the run folder exists
+        names = identity(
+            args, model_identity, self.prompts, self.eval_prompts, self.reward.names, self.eos_ids, self.iterations
+        )
+        settings = {"ppo": dataclasses.asdict(args)}  # the command line puts its whole recipe there
+        self.journal = Journal(RunFolder(args.output_dir), settings, names, self.accelerator.device)
+        self._checked = False  # the step-0 check has passed
 
     # The algorithm ------------------------------------------------------------------------------------------------
 
@@ -163,10 +164,14 @@ class PPOTrainer:
                     progress=self._progress("update", rollout, self.args.num_ppo_epochs),
                     before_first_step=self._step0_check(experience, forwards, step0),
                 )  # fmt: skip
-            for scheduler in self.schedulers:
-                scheduler.step()
             results = metrics.collect(experience, scores, stats, step0[0] if step0 else Agreement(0.0, 0.0))
-            self._finish(prompts, completions, scores, experience, results, meter)
+            results |= {"objective/kl_coef": self.kl_coef, "lr": self.schedulers[0].get_last_lr()[0]}
+            self._adapt(results)
+            self.state.global_step += 1
+            line = self.journal.write(
+                self.state.global_step, self.args, prompts, completions, scores, experience, results, meter
+            )
+            self._announce(line)
         return self._end()
 
     def _rollout(self, prompt_ids: list[list[int]]) -> Rollout:
@@ -235,8 +240,7 @@ class PPOTrainer:
         state = {
             "iteration": self.state.global_step,
             "kl_coef": self.kl_coef,
-            "cost": self.cost,
-            "started": self._started,
+            "journal": self.journal.state(),
             "optimizers": [self.optimizers.policy.state_dict(), self.optimizers.value.state_dict()],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "prompts": self.sampler.state(),
@@ -244,13 +248,18 @@ class PPOTrainer:
             "torch_generator": torch.get_rng_state(),
         }
         return checkpoint.save(
-            self.folder.path, self.state.global_step, self.roles, self.tokenizer, state, self.args.save_total_limit
+            self.journal.folder.path,
+            self.state.global_step,
+            self.roles,
+            self.tokenizer,
+            state,
+            self.args.save_total_limit,
         )
 
     def _load_checkpoint(self, folder: Path) -> None:
         state = checkpoint.load(folder, self.roles)
         self.state.global_step = state["iteration"]
-        self.kl_coef, self.cost, self._started = state["kl_coef"], state["cost"], state["started"]
+        self.kl_coef = state["kl_coef"]
         for optimizer, saved in zip((self.optimizers.policy, self.optimizers.value), state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
@@ -258,28 +267,20 @@ class PPOTrainer:
         self.sampler.load(state["prompts"])
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_generator"])
-        self._resumed = str(folder)
-        self.folder.rewind(self.state.global_step)
+        self.journal.resume(state["journal"], str(folder), self.state.global_step)
 
     def _begin(self, resume: bool | str | Path) -> None:
+        folder = self.journal.folder
         # Room for the checkpoint being written beside the ones that are kept.
-        self.folder.require_space(checkpoint.size_in_bytes(self.roles) * (1 + (self.args.save_total_limit or 1)))
+        folder.require_space(checkpoint.size_in_bytes(self.roles) * (1 + (self.args.save_total_limit or 1)))
         if resume:
-            self._load_checkpoint(checkpoint.resolve(self.folder.path, resume))
+            self._load_checkpoint(checkpoint.resolve(folder.path, resume))
         else:
-            self.folder.require_new()
+            folder.require_new()
         if self.args.kl_in == "loss" and self.args.kl_estimator == "k1" and self.kl_coef:
             logger.warning("k1 in the loss has zero expected gradient on-policy; use kl_estimator k3 there")
-        self._clock = time.perf_counter()
+        self.journal.start_clock()
         self.control = self.callbacks.on_train_begin(self.args, self.state, self.control)
-
-    def _open_folder(self) -> None:
-        """After the first update: an input that can't work has been refused by now and leaves nothing behind."""
-        self.folder.open(self.settings)
-        self.folder.write_record(self._record(finished=None))
-        if self.args.report_to != "none":
-            self.accelerator.init_trackers("ppo_fast", config=dataclasses.asdict(self.args))
-        self._opened = True
 
     def _draw_prompts(self) -> tuple[list[Prompt], list[list[int]]]:
         drawn = self.sampler.draw(self.args.rollout_size)
@@ -287,94 +288,37 @@ class PPOTrainer:
         rows = [drawn[i] for i in order]
         return [self.prompts[row] for row in rows], [self._prompt_ids[row] for row in rows]
 
-    def _finish(
-        self,
-        prompts: list[Prompt],
-        completions: list[str],
-        scores: Scores,
-        experience: Experience,
-        results: dict[str, float],
-        meter: Meter,
-    ) -> None:
-        args, rollout = self.args, experience.rollout
-        if not self._opened:
-            self._open_folder()
+    def _adapt(self, results: dict[str, float]) -> None:
+        """Learning rates and the KL coefficient of the next iteration."""
+        args = self.args
+        for scheduler in self.schedulers:
+            scheduler.step()
         if args.kl_target is not None and "objective/kl" in results:
             error = min(max(results["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * args.rollout_size / args.kl_horizon
-        now = time.perf_counter()
-        self.cost["seconds"] += now - self._clock
-        self._clock = now
-        self.cost["tokens"] += int(results["rollout/tokens"])
-        self.cost["peak_memory_bytes"] = max(self.cost["peak_memory_bytes"], *meter.peak_bytes.values())
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step * args.rollout_size / len(self.prompts)
-        line = {
-            "iteration": self.state.global_step,
-            "episodes": self.state.global_step * args.rollout_size,
-            "elapsed_s": self.cost["seconds"],
-            **results,
-            "objective/kl_coef": self.kl_coef,
-            "lr": self.schedulers[0].get_last_lr()[0],
-            **meter.metrics(),
-            "perf/tokens_per_second": results["rollout/tokens"] / sum(meter.seconds.values()),
-        }
-        self.folder.append_metrics(line)
-        self.folder.write_completions(
-            self.state.global_step,
-            (
-                {
-                    "prompt": prompt.text,
-                    "completion": completion,
-                    "score": None if scores.total[row] is None else float(experience.scores[row]),
-                    "rewards": {name: values[row] for name, values in scores.by_function.items()},
-                    "finished": bool(rollout.finished[row]),
-                    "length": int(rollout.lengths[row]),
-                }
-                for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-            ),
-        )
+
+    def _announce(self, line: dict[str, float]) -> None:
+        """Trackers, callbacks, and a checkpoint when one is due."""
+        args, state = self.args, self.state
+        state.epoch = state.global_step * args.rollout_size / len(self.prompts)
         if args.report_to != "none":
-            self.accelerator.log(line, step=self.state.global_step)
-        self.control = self.callbacks.on_log(args, self.state, self.control, logs=line)
-        self.control = self.callbacks.on_step_end(args, self.state, self.control)
-        last = self.state.global_step == self.iterations or self.control.should_training_stop
-        if last or (args.save_steps and self.state.global_step % args.save_steps == 0) or self.control.should_save:
+            if not self.accelerator.trackers:
+                self.accelerator.init_trackers("ppo_fast", config=dataclasses.asdict(args))
+            self.accelerator.log(line, step=state.global_step)
+        self.control = self.callbacks.on_log(args, state, self.control, logs=line)
+        self.control = self.callbacks.on_step_end(args, state, self.control)
+        last = state.global_step == self.iterations or self.control.should_training_stop
+        due = args.save_steps > 0 and state.global_step % args.save_steps == 0
+        if last or due or self.control.should_save:
             self.save_checkpoint()
-            self.control = self.callbacks.on_save(args, self.state, self.control)
+            self.control = self.callbacks.on_save(args, state, self.control)
 
     def _end(self) -> TrainerState:
-        self.folder.write_record(self._record(finished=record.now()))
+        self.journal.close()
         self.control = self.callbacks.on_train_end(self.args, self.state, self.control)
         if self.args.report_to != "none":
             self.accelerator.end_training()
         return self.state
-
-    def _record(self, finished: str | None) -> dict[str, Any]:
-        args = self.args
-        return {
-            **record.environment(self.accelerator.device),
-            "model": self._model_identity,
-            "data": {
-                "hash": dataset_hash(self.prompts),
-                "train": len(self.prompts),
-                "heldout": len(self.eval_prompts),
-                "heldout_hash": dataset_hash(self.eval_prompts),
-            },
-            "rewards": self.reward.names,
-            "sampling": {
-                "temperature": args.temperature,
-                "response_length": args.response_length,
-                "eos_ids": list(self.eos_ids),
-                "old_logprobs": args.old_logprobs,
-            },
-            "seed": args.seed,
-            "iterations": self.iterations,
-            "cost": self.cost,
-            "started": self._started,
-            "finished": finished,
-            "resumed_from": self._resumed,
-        }
 
     def _report(self, phase: str, done: int, total: int) -> None:
         for callback in self.callbacks.callbacks:

@@ -11,8 +11,8 @@ import pytest
 
 from ppo_fast.errors import UserError
 from ppo_fast.evaluation.heldout import Reply, compare, load, save
-from ppo_fast.files import write_atomically
 from ppo_fast.evaluation.statistics import bootstrap_mean, jackknife
+from ppo_fast.files import write_atomically
 
 
 def reply(prompt: str = "p", completion: str = "some words here", **changes: object) -> Reply:

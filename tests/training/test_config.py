@@ -21,7 +21,9 @@ def test_iterations_from_episodes_or_epochs():
 
 
 def test_rollout_that_does_not_divide_into_minibatches_shows_the_arithmetic():
-    with pytest.raises(UserError, match=r"12 replies \(per_device_train_batch_size 4 \* gradient_accumulation_steps 3\)"):
+    with pytest.raises(
+        UserError, match=r"12 replies \(per_device_train_batch_size 4 \* gradient_accumulation_steps 3\)"
+    ):
         config(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_mini_batches=5)
 
 
@@ -31,7 +33,7 @@ def test_minibatch_that_does_not_divide_into_micro_batches_shows_the_arithmetic(
 
 
 def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
-    with pytest.raises(UserError, match="total_episodes = 100 isn't a multiple of the 16 replies.*use 96"):
+    with pytest.raises(UserError, match=r"total_episodes = 100 isn't a multiple of the 16 replies.*use 96"):
         config(total_episodes=100, per_device_train_batch_size=16)
 
 

@@ -89,7 +89,7 @@ def test_prompts_that_cannot_be_replied_to_are_named(tiny_tokenizer):
     words = [w for w in sorted(tiny_tokenizer.get_vocab()) if w.isalpha()]
     long = read_prompts([{"prompt": " ".join(words[:6])}])
     assert len(tokenize(long, tiny_tokenizer, limit=6)[0]) == 6
-    with pytest.raises(UserError, match="has 6 tokens; .* leaves 5"):
+    with pytest.raises(UserError, match=r"has 6 tokens; .* leaves 5"):
         tokenize(long, tiny_tokenizer, limit=5)
     with pytest.raises(UserError, match="has no tokens"):
         tokenize(read_prompts([{"prompt": ""}]), tiny_tokenizer, limit=5)

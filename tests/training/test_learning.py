@@ -1,5 +1,6 @@
 """PPO learns: a tiny model is paid for one word and comes to say it, whatever the seed."""
 
+import itertools
 import json
 
 import pytest
@@ -30,7 +31,7 @@ def train(tmp_path, tokenizer, word, seed, **config):
         learning_rate=5e-3, lr_scheduler_type="constant", kl_coef=0.01, save_steps=0, seed=seed, **config,
     )  # fmt: skip
     words = [w for w in sorted(tokenizer.get_vocab()) if w.isalpha()]
-    prompts = [{"prompt": f"{a} {b}"} for a, b in zip(words, words[1:], strict=False)]
+    prompts = [{"prompt": f"{a} {b}"} for a, b in itertools.pairwise(words)]
     PPOTrainer(model, says_the_word, args, prompts, processing_class=tokenizer).train()
     lines = (tmp_path / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -122,7 +122,7 @@ def test_a_sampler_that_disagrees_is_refused_with_its_worst_position(make_traine
     trainer = make_trainer()
     with pytest.raises(UserError, match=r"trainer and sampler differ.*\n  reply \d+, token 0 .*ratio 1\.0202"):
         trainer.train()
-    assert not trainer.folder.path.exists()
+    assert not trainer.journal.folder.path.exists()
 
 
 def test_a_reference_that_is_not_the_policy_is_refused(make_trainer):
@@ -131,4 +131,4 @@ def test_a_reference_that_is_not_the_policy_is_refused(make_trainer):
         next(trainer.roles.reference.model.parameters()).mul_(1.5)
     with pytest.raises(UserError, match="policy and reference differ"):
         trainer.train()
-    assert not trainer.folder.path.exists()
+    assert not trainer.journal.folder.path.exists()

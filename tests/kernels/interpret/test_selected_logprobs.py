@@ -351,14 +351,14 @@ def test_one_row_expanded_past_two_to_the_31_elements() -> None:
     assert not bool(logprobs[0, :-1].any())
 
 
-def test_offsets_past_two_to_the_31_elements() -> None:
-    """Four rows of a storage of 4 GiB, of which only their pages are ever touched; forward, backward, and in place."""
-    case = make_case(random_logits(2, 2, 1003, torch.bfloat16))
+@pytest.mark.parametrize(("shape", "strides"), [((3, 2), (2**30, 2048)), ((2, 3), (2048, 2**30))], ids=["A", "B"])
+def test_offsets_past_two_to_the_31_elements(shape: tuple[int, int], strides: tuple[int, int]) -> None:
+    """Six rows in a storage of 4 GiB, of which only their pages are ever touched; forward, backward, and in place."""
+    case = make_case(random_logits(*shape, 1003, torch.bfloat16))
     expected = run_directly(case)
-    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16).as_strided((2, 2, 1003), (2**30, 2**30 + 2048, 1))
+    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16).as_strided((*shape, 1003), (*strides, 1))
     far.copy_(case.logits)
-    result = run_directly(case.with_logits(far))
-    for got, want in zip(result, expected, strict=True):
+    for got, want in zip(run_directly(case.with_logits(far)), expected, strict=True):
         assert torch.equal(got, want)
     _, entropy, lse = kernels.selected_logprobs(far, case.token_ids, case.temperature, None, True)
     kernels.selected_logprobs_backward_(case.c, case.e, far, case.token_ids, case.temperature, None, entropy, lse)
