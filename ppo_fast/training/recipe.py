@@ -18,12 +18,14 @@ from ppo_fast.errors import UserError
 from ppo_fast.training.config import PPOConfig, check_keys
 from ppo_fast.training.data import Prompt, read_prompts, split_prompts
 
+_LORA_KEYS = {"r", "alpha", "target_modules", "layers_to_transform"}
 _SECTIONS = {
     "model": "path, hub id, or the name of a shipped model",
     "data": {"prompts", "template", "heldout"},
     "rewards": "functions as module:name or file.py:name, or reward model paths",
     "judge": "an independent scorer for eval, as module:name or file.py:name",
-    "lora": {"r", "alpha", "target_modules"},
+    "lora": _LORA_KEYS,
+    "value_lora": _LORA_KEYS,
     "value_model": "null, head, or a path",
     "eval": {"replies_per_prompt", "seed", "batch_size"},
     "ppo": "PPOConfig",
@@ -50,6 +52,7 @@ class Recipe:
     rewards: list[Any]  # functions, or paths of reward models
     judge: Callable[..., Sequence[float | None]] | None
     lora: LoraConfig | None
+    value_lora: LoraConfig | None  # None: as the policy's
     value_model: str | None
     evaluation: Evaluation
     ppo: PPOConfig
@@ -84,7 +87,7 @@ def parse_recipe(settings: dict[str, Any], folder: Path) -> Recipe:
             check_keys(_section(settings, section), dict.fromkeys(known), section)
     if not settings.get("model"):
         raise UserError("the recipe names no model; set model: to a path or hub id")
-    data, lora = _section(settings, "data"), _section(settings, "lora")
+    data, lora, value_lora = (_section(settings, name) for name in ("data", "lora", "value_lora"))
     if "prompts" not in data:
         raise UserError("the recipe names no prompts; set data.prompts to a JSONL file")
     ppo = PPOConfig.from_mapping(_section(settings, "ppo"))
@@ -104,7 +107,8 @@ def parse_recipe(settings: dict[str, Any], folder: Path) -> Recipe:
         heldout=heldout,
         rewards=[_function(name, folder) if _FUNCTION in name else name for name in rewards],
         judge=_function(settings["judge"], folder) if settings.get("judge") else None,
-        lora=_lora(lora) if lora else None,
+        lora=_lora("lora", lora) if lora else None,
+        value_lora=_lora("value_lora", value_lora) if value_lora else None,
         value_model=settings.get("value_model"),
         evaluation=Evaluation(**_section(settings, "eval")),
         ppo=ppo,
@@ -142,16 +146,20 @@ def _templated(prompt: Prompt, template: str | None) -> Prompt:
     return Prompt([{"role": "user", "content": template.replace("{prompt}", prompt.prompt)}], prompt.columns)
 
 
-def _lora(settings: dict[str, Any]) -> LoraConfig:
+def _lora(section: str, settings: dict[str, Any]) -> LoraConfig:
     rank = settings.get("r", 16)
-    return LoraConfig(
-        r=rank,
-        lora_alpha=settings.get("alpha", 2 * rank),
-        target_modules=settings.get("target_modules", "all-linear"),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    try:
+        return LoraConfig(
+            r=rank,
+            lora_alpha=settings.get("alpha", 2 * rank),
+            target_modules=settings.get("target_modules", "all-linear"),
+            layers_to_transform=settings.get("layers_to_transform"),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"section {section!r} of the recipe can't work: {error}") from error
 
 
 def _find(name: str, folder: Path) -> Path:
