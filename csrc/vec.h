@@ -255,7 +255,11 @@ template <class V> PPO_FAST_FN auto load_mask_n(const bool* p, int64_t n) {
     return *p;
   } else {
     unsigned char bytes[W] = {};
-    __builtin_memcpy(bytes, p, n >= W ? W : static_cast<size_t>(n));
+    if (n >= W) {
+      __builtin_memcpy(bytes, p, W);  // a constant size compiles to one load
+    } else {
+      __builtin_memcpy(bytes, p, static_cast<size_t>(n));
+    }
     vi x;
 #if PPO_FAST_ISA == 2
     x = bits<vi>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));

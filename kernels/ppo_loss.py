@@ -9,7 +9,7 @@ Numerics. A token's terms are in the dtype of the log-probs, float32 or float64;
 float64 and are rounded to it once, as PyTorch does. Sums are float64 from the first addition, counts are integers
 inside a block. Masked tokens are never loaded: they enter every sum as 0 and their gradient is 0.
 
-The interpreter checks all of this, and the code is compiled for every supported architecture; not yet run on a GPU.
+Interpreted on CPU tensors and compiled for sm_80, 89, 90, 100, 120 and gfx942 by the tests; not run on a GPU.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PPO = tl.constexpr(0)
-CISPO = tl.constexpr(1)
+CISPO = tl.constexpr(1)  # the other objective is 0: PPO
 
 
 @triton.jit
@@ -25,7 +24,7 @@ def scaled(coefficient, x):
 
 @triton.jit
 def exp_remainder(x, exp_x):
-    """exp(x) - 1 - x, given exp(x). Below 1/2 in magnitude its Taylor series, to 2^-56 of the result at x^16."""
+    """exp(x) - 1 - x, given exp(x). Below 1/2 in magnitude by its Taylor series, cut where the rest is 2^-62 of it."""
     series = tl.full(x.shape, 1.0, x.dtype)
     for k in tl.static_range(16, 2, -1):  # 1 + x/3 (1 + x/4 (1 + ... (1 + x/16)))
         series = 1.0 + series * x * (1.0 / k)

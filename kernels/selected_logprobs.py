@@ -20,7 +20,7 @@ Numerics. Everything between the load and the store is in the stat dtype: float3
   (logits at -1e4, say) the row is read twice, maximum and sum first. Other rows pay a comparison.
 - The gradient is rounded once, at the store.
 
-The interpreter checks all of this, and the code is compiled for every supported architecture; not yet run on a GPU.
+Interpreted on CPU tensors and compiled for sm_80, 89, 90, 100, 120 and gfx942 by the tests; not run on a GPU.
 """
 
 from __future__ import annotations
