@@ -11,8 +11,8 @@
 // AVX-512, and joined in double. The reference itself is among the terms, so the total is at least 1. Where it trails,
 // rounding could put the log-prob of a certain token at +1e-7: that is cut to 0, as is an entropy below 0.
 //   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every probability.
-// Rows beyond |lse| > 32 (2e-6) are summed again, a group of rows at a time so that the second read hits a cache;
-// without that, logits at -1e4 would be off by 5e-4 each, all to one side.
+// Rows beyond |lse| > 32 (2e-6) are summed again, the second read coming from a cache; without that, logits at -1e4 would
+// be off by 5e-4 each, all to one side.
 //   Bits depend on the row and its width alone: not on threads, other rows, strides or alignment.
 #include <algorithm>
 #include <cmath>
@@ -114,13 +114,18 @@ void check_ids(const int64_t* ids, const bool* mask, int64_t count, int64_t V) {
   }
 }
 
-// f(row index in [first, last), first column, columns) for every segment of those rows, in parallel.
-template <class F> void over_segments(int64_t first, int64_t last, int64_t V, const F& f) {
+// f(index of a row, first column, columns) for every segment of one row, in order.
+template <class F> void over_row(int64_t i, int64_t V, const F& f) {
+  for (int64_t column = 0; column < V; column += kSegment) f(i, column, std::min(kSegment, V - column));
+}
+
+// The same for `count` rows, in parallel.
+template <class F> void over_segments(int64_t count, int64_t V, const F& f) {
   const int64_t segments = ceil_div(V, kSegment);
-  parallel((last - first) * segments, std::min(V, kSegment), [&](int64_t begin, int64_t end) {
+  parallel(count * segments, std::min(V, kSegment), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t column = task % segments * kSegment;
-      f(first + task / segments, column, std::min(kSegment, V - column));
+      f(task / segments, column, std::min(kSegment, V - column));
     }
   });
 }
@@ -153,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& t
   const int64_t count = static_cast<int64_t>(live.size()), segments = ceil_div(V, kSegment);
   std::vector<RowSums> parts(static_cast<size_t>(count * segments));
   const auto sums = row_sums_kernel<T>(return_entropy);
-  over_segments(0, count, V, [&](int64_t i, int64_t column, int64_t columns) {
+  over_segments(count, V, [&](int64_t i, int64_t column, int64_t columns) {
     const int64_t row = live[static_cast<size_t>(i)];
     parts[static_cast<size_t>(i * segments + column / kSegment)] = sums(rows[row] + column, columns, temperature[row]);
   });
@@ -190,7 +195,6 @@ struct Work {
 };
 
 constexpr double kTrustedLse = 32;
-constexpr int64_t kGroupBytes = 8 << 20;  // logits read twice within one group: part of a last-level cache
 
 // d logprob_j = c (1[j = y] - p_j), d entropy_j = -e p_j (log p_j + entropy), with log p_j = d / T - log_total.
 RowGradient row_constants(const Work& w, double t) {
@@ -238,43 +242,42 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
     work.push_back({row, c_row, e_row, e ? entropy[row] : 0, reference, lse[row] - reference / t, coarse});
   }
 
-  over_segments(0, static_cast<int64_t>(zero.size()), V, [&](int64_t i, int64_t column, int64_t columns) {
+  over_segments(static_cast<int64_t>(zero.size()), V, [&](int64_t i, int64_t column, int64_t columns) {
     std::memset(static_cast<void*>(out[zero[static_cast<size_t>(i)]] + column), 0, static_cast<size_t>(columns) * sizeof(T));
   });
 
   const auto sums = row_sums_kernel<T>(false);
   const auto gradient = row_gradient_kernel<T>(stream);
   const int64_t count = static_cast<int64_t>(work.size()), segments = ceil_div(V, kSegment);
-  const bool any_coarse = std::any_of(work.begin(), work.end(), [](const Work& w) { return w.sum_again; });
-  const int64_t group = any_coarse ? std::max<int64_t>(1, kGroupBytes / (V * int64_t{sizeof(T)})) : count;
-  std::vector<RowSums> parts(any_coarse ? static_cast<size_t>(group * segments) : 0);
-  for (int64_t first = 0; first < count; first += group) {
-    const int64_t last = std::min(count, first + group);
-    if (any_coarse) {
-      over_segments(first, last, V, [&](int64_t i, int64_t column, int64_t columns) {
-        const Work& w = work[static_cast<size_t>(i)];
-        if (!w.sum_again) return;
-        parts[static_cast<size_t>((i - first) * segments + column / kSegment)] =
-            sums(rows[w.row] + column, columns, temperature[w.row]);
-      });
-      for (int64_t i = first; i < last; ++i) {
-        Work& w = work[static_cast<size_t>(i)];
-        if (!w.sum_again) continue;
-        const RowSums s = join(&parts[static_cast<size_t>((i - first) * segments)], segments, temperature[w.row]);
+  std::vector<RowSums> parts(static_cast<size_t>(count * segments));
+  const auto sum_segment = [&](int64_t i, int64_t column, int64_t columns) {
+    const int64_t row = work[static_cast<size_t>(i)].row;
+    parts[static_cast<size_t>(i * segments + column / kSegment)] = sums(rows[row] + column, columns, temperature[row]);
+  };
+  const auto write_segment = [&](int64_t i, int64_t column, int64_t columns) {
+    const Work& w = work[static_cast<size_t>(i)];
+    const double t = temperature[w.row];
+    const int64_t y = ids[w.row];
+    const bool holds_token = column <= y && y < column + columns;
+    const double x_token = holds_token ? element(rows[w.row], y) : 0;  // before it may be overwritten
+    gradient(rows[w.row] + column, out[w.row] + column, columns, row_constants(w, t));
+    if (holds_token) out[w.row][y] = static_cast<T>(static_cast<S>(gradient_at_token(w, x_token, t)));
+  };
+  // With rows enough for all threads a row stays with one, which reads it the second time from its own cache.
+  const bool whole_rows = count >= 4 * int64_t{torch::stable::get_num_threads()};
+  parallel(count, V, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      Work& w = work[static_cast<size_t>(i)];
+      if (w.sum_again) {
+        over_row(i, V, sum_segment);
+        const RowSums s = join(&parts[static_cast<size_t>(i * segments)], segments, temperature[w.row]);
         w.reference = s.reference;
         w.log_total = std::log(s.total);
       }
+      if (whole_rows) over_row(i, V, write_segment);
     }
-    over_segments(first, last, V, [&](int64_t i, int64_t column, int64_t columns) {
-      const Work& w = work[static_cast<size_t>(i)];
-      const double t = temperature[w.row];
-      const int64_t y = ids[w.row];
-      const bool holds_token = column <= y && y < column + columns;
-      const double x_token = holds_token ? element(rows[w.row], y) : 0;  // before it may be overwritten
-      gradient(rows[w.row] + column, out[w.row] + column, columns, row_constants(w, t));
-      if (holds_token) out[w.row][y] = static_cast<T>(static_cast<S>(gradient_at_token(w, x_token, t)));
-    });
-  }
+  });
+  if (!whole_rows) over_segments(count, V, write_segment);
 }
 
 // A large fresh tensor is mostly page faults: 2 MiB pages, where the system has them on request, make them rare.

@@ -111,6 +111,7 @@ def _trainer(recipe: Recipe, callbacks: Sequence[object] = ()) -> PPOTrainer:
         value_model=recipe.value_model, peft_config=recipe.lora, value_peft_config=recipe.value_lora, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.journal.settings = recipe.settings
+    trainer.journal.identity["model"]["name"] = recipe.model  # the name that was asked for, not a cache folder
     return trainer
 
 
