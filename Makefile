@@ -19,7 +19,7 @@ STAMP := $(VENV)/.ppo_fast-$(shell pwd | cksum | cut -d ' ' -f 1)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo test test-long lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)

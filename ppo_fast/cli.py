@@ -108,7 +108,8 @@ def _trainer(recipe: Recipe, callbacks: Sequence[object] = ()) -> PPOTrainer:
     trainer = PPOTrainer(
         ensure_model(recipe.model), recipe.rewards, recipe.ppo,
         [prompt.row for prompt in recipe.prompts], [prompt.row for prompt in recipe.heldout] or None,
-        value_model=recipe.value_model, peft_config=recipe.lora, value_peft_config=recipe.value_lora, callbacks=list(callbacks),
+        value_model=recipe.value_model, peft_config=recipe.lora, value_peft_config=recipe.value_lora,
+        callbacks=list(callbacks),
     )  # fmt: skip
     trainer.journal.settings = recipe.settings
     trainer.journal.identity["model"]["name"] = recipe.model  # the name that was asked for, not a cache folder
