@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ppo_fast.ops import backends
 
@@ -17,6 +18,40 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once on plain PyTorch and once at each instruction set of the C++ extension that is here."""
     with backends.force(request.param):
         yield request.param
+
+
+@pytest.fixture
+def gemm_flops() -> Callable[[Callable[[], object]], int]:
+    """Counts the multiplications and additions in all matrix products that run inside a call, whoever makes them."""
+
+    def count(function: Callable[[], object]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+            function()
+        total = 0
+        for event in record.events():
+            name = event.name.removeprefix("aten::").removesuffix("_")
+            if name in ("mm", "bmm"):
+                a, b = event.input_shapes[:2]
+            elif name in ("addmm", "baddbmm"):
+                a, b = event.input_shapes[1:3]
+            else:
+                continue
+            total += 2 * torch.Size(a).numel() * b[-1]
+        return total
+
+    return count
+
+
+@pytest.fixture
+def calls() -> Callable[[Callable[[], object], str], int]:
+    """Counts the calls of one operator that a call makes."""
+
+    def count(function: Callable[[], object], name: str) -> int:
+        with profile(activities=[ProfilerActivity.CPU]) as record:
+            function()
+        return sum(event.name == name for event in record.events())
+
+    return count
 
 
 @pytest.fixture(autouse=True)

@@ -49,29 +49,6 @@ def composed(hidden, weight, ids, old, advantages, mask, **settings):
     return ppo_loss(logprobs, old.to(**like), advantages.to(**like), mask, entropy=entropy, **settings)
 
 
-def gemm_flops(function) -> int:
-    """Multiplications and additions in all matrix products that run inside, whoever calls them."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        function()
-    total = 0
-    for event in record.events():
-        name = event.name.removeprefix("aten::").removesuffix("_")
-        if name in ("mm", "bmm"):
-            a, b = event.input_shapes[:2]
-        elif name in ("addmm", "baddbmm"):
-            a, b = event.input_shapes[1:3]
-        else:
-            continue
-        total += 2 * torch.Size(a).numel() * b[-1]
-    return total
-
-
-def calls(function, name: str) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as record:
-        function()
-    return sum(event.name == name for event in record.events())
-
-
 def assert_equal_to_composed(inputs, rest, **settings) -> None:
     tensors = [*inputs, *([settings["bias"]] if "bias" in settings else [])]
     got, stats = linear_ppo_loss(*inputs, *rest, **settings)
@@ -223,7 +200,7 @@ def test_result_does_not_depend_on_the_chunks():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_matrix_products_masked_and_dropped_rows():
+def test_matrix_products_masked_and_dropped_rows(gemm_flops):
     n, H, V = 48, 8, 5000
     hidden, weight = torch.randn(2, n // 2, H), torch.randn(V, H)
     ids = torch.randint(V, (2, n // 2))
@@ -290,7 +267,7 @@ def test_any_subset_of_inputs_may_require_a_gradient(which):
             assert x.grad is None
 
 
-def test_backward_multiplies_out_of_place_and_only_where_it_must():
+def test_backward_multiplies_out_of_place_and_only_where_it_must(calls):
     """Under a kept graph, leaves accumulate into what they were given: that must not be the saved gradient itself."""
     (hidden, weight), rest = case()
     name = "ppo_fast::linear_loss_backward"

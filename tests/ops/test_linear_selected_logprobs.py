@@ -51,23 +51,6 @@ def to(x, dtype):
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def gemm_flops(function) -> int:
-    """Multiplications and additions in all matrix products that run inside, whoever calls them."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        function()
-    total = 0
-    for event in record.events():
-        name = event.name.removeprefix("aten::").removesuffix("_")
-        if name in ("mm", "bmm"):
-            a, b = event.input_shapes[:2]
-        elif name in ("addmm", "baddbmm"):
-            a, b = event.input_shapes[1:3]
-        else:
-            continue
-        total += 2 * torch.Size(a).numel() * b[-1]
-    return total
-
-
 FEATURES = {
     "plain": {},
     "all": {"bias": True, "temperature": "each", "softcap": 4.0, "logit_scale": 0.7},
@@ -335,7 +318,7 @@ def test_nan_stays_in_its_row():
         assert gradient[rows].isfinite().all()
 
 
-def test_matrix_products_and_dropped_rows():
+def test_matrix_products_and_dropped_rows(gemm_flops):
     """1 G to score; 2 G with a frozen head, none of it in the backward pass; 3 G and 4 G by recomputing."""
     n, H, V = 40, 8, 5000
     hidden, weight, ids, _ = case("plain", n, H, V, torch.float32)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.profiler import ProfilerActivity, profile
 
 from ppo_fast.ops import linear_ppo_loss, linear_selected_logprobs, linear_token_loss
 from ppo_fast.ops import linear_token_loss as function_under_test
@@ -40,29 +39,6 @@ def by_hand(hidden, weight, ids, token_loss, rows, mask=None, entropy_grad=True,
         logprobs[live], entropy[live] if entropy_grad else entropy[live].detach(), *(row[live] for row in rows)
     )
     return (returned[0] if isinstance(returned, tuple) else returned).sum()
-
-
-def gemm_flops(function) -> int:
-    """Multiplications and additions in all matrix products that run inside, whoever calls them."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        function()
-    total = 0
-    for event in record.events():
-        name = event.name.removeprefix("aten::").removesuffix("_")
-        if name in ("mm", "bmm"):
-            a, b = event.input_shapes[:2]
-        elif name in ("addmm", "baddbmm"):
-            a, b = event.input_shapes[1:3]
-        else:
-            continue
-        total += 2 * torch.Size(a).numel() * b[-1]
-    return total
-
-
-def calls(function, name: str) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as record:
-        function()
-    return sum(event.name == name for event in record.events())
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, None])
@@ -193,7 +169,7 @@ def test_no_token_and_none_live():
         assert not any(x.any() for x in (*aux.values(), *torch.autograd.grad(loss, (hidden, weight))))
 
 
-def test_matrix_products_and_dropped_rows():
+def test_matrix_products_and_dropped_rows(gemm_flops):
     n, H, V = 40, 8, 5000
     hidden, weight, ids, _, _ = case((n,), H, V, torch.float32)
     half = (torch.arange(n) < n // 2).float()
@@ -398,7 +374,7 @@ def test_compiles_to_one_graph_for_any_shape():
     assert counter.frame_count > graphs[-1]
 
 
-def test_inductor():
+def test_inductor(calls):
     torch._dynamo.reset()
     hidden, weight, ids, rows, mask = case()
     compiled = torch.compile(function_under_test, fullgraph=True)
