@@ -61,6 +61,7 @@ def _ppo_loss_kernel(
     # One 64-bit division a program; the tokens' rows come from 32-bit ones.
     row = first // T + ((first % T).to(tl.int32) + lanes) // T
 
+    # A masked token's zeros are a ratio of 1 with advantage 0: every term of it is 0, and it is neither flat nor outside.
     live = tl.load(mask_ptr + token, mask=inside, other=0) != 0
     weight = tl.load(row_weights_ptr + row, mask=live, other=0.0)
     logprob = tl.load(logprobs_ptr + token, mask=live, other=0.0)
@@ -101,8 +102,8 @@ def _ppo_loss_kernel(
     tl.store(out, tl.sum((weight * loss).to(tl.float64), axis=0))
     tl.store(out + 1, tl.sum(live.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 2, tl.sum(surrogate.to(tl.float64), axis=0))
-    tl.store(out + 3, tl.sum((flat & live).to(tl.int32), axis=0).to(tl.float64))
-    tl.store(out + 4, tl.sum((outside & live).to(tl.int32), axis=0).to(tl.float64))
+    tl.store(out + 3, tl.sum(flat.to(tl.int32), axis=0).to(tl.float64))
+    tl.store(out + 4, tl.sum(outside.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 5, tl.sum(deviation.to(tl.float64), axis=0))
     tl.store(out + 6, tl.sum((deviation * deviation).to(tl.float64), axis=0))
     tl.store(out + 7, tl.sum((-difference).to(tl.float64), axis=0))

@@ -48,6 +48,7 @@ def _value_loss_kernel(
     inside = token < n_tokens
     row = first // T + ((first % T).to(tl.int32) + lanes) // T
 
+    # A masked token's zeros have no error, and lie inside the range.
     live = tl.load(mask_ptr + token, mask=inside, other=0) != 0
     weight = tl.load(row_weights_ptr + row, mask=live, other=0.0)
     value = tl.load(values_ptr + token, mask=live, other=0.0)
@@ -76,7 +77,7 @@ def _value_loss_kernel(
     tl.store(out, tl.sum((weight * loss).to(tl.float64), axis=0))
     tl.store(out + 1, tl.sum(live.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 2, tl.sum(loss.to(tl.float64), axis=0))
-    tl.store(out + 3, tl.sum((clipped & live).to(tl.int32), axis=0).to(tl.float64))
+    tl.store(out + 3, tl.sum(clipped.to(tl.int32), axis=0).to(tl.float64))
     tl.store(out + 4, tl.sum(square.to(tl.float64), axis=0))
 
 
