@@ -14,6 +14,28 @@ from ppo_fast.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop (OPT), router_jitter_noise (Mixtral)
+_SAMPLING_SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "sequence_bias",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+)
 
 
 def load_model(name_or_path: str, *, dtype: str = "float32", auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -74,6 +96,14 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             f"EOS id {found[-1]} is outside the model's vocabulary of {vocabulary}; fix tokenizer.eos_token"
         )
     return tuple(found)
+
+
+def unused_sampling_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model's own generation_config would do to the distribution, were it not overridden: name -> value."""
+    if model.generation_config is None:
+        return {}
+    settings = model.generation_config.to_diff_dict()
+    return {name: settings[name] for name in _SAMPLING_SETTINGS if settings.get(name) is not None}
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from ppo_fast.errors import UserError
-from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer
+from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
 from ppo_fast.models.roles import build_roles
 from ppo_fast.rollout import Rollout, generate
 from ppo_fast.training import checkpoint, metrics, record, update
@@ -115,6 +115,11 @@ class PPOTrainer:
             policy, peft_config=peft_config, value_peft_config=value_peft_config, ref_model=ref_model,
             value_model=value_model, gradient_checkpointing=args.gradient_checkpointing,
         )  # fmt: skip
+        if unused := unused_sampling_settings(self.roles.policy.model):
+            logger.warning(
+                "the model's generation_config sets %s, which is not applied: replies are drawn from the whole "
+                "vocabulary at temperature %s", unused, args.temperature,
+            )  # fmt: skip
         self.eos_ids = eos_token_ids(self.roles.policy.model, self.tokenizer)
         pad_id = self.tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id

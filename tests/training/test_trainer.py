@@ -193,3 +193,20 @@ def test_value_adapter_settings_may_differ(make_trainer):
     shapes = {p.shape for n, p in trainer.roles.value_parameters.items() if "lora_A" in n}
     assert {shape[0] for shape in shapes} == {2}
     assert all("q_proj" in n for n in trainer.roles.value_parameters if "lora" in n)
+
+
+def test_sampling_settings_of_the_model_are_overridden_with_a_word(make_trainer, caplog, monkeypatch):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    make_trainer()
+    assert "generation_config" not in caplog.text
+    original = AutoModelForCausalLM.from_pretrained
+
+    def with_top_k(*args, **kwargs):
+        model = original(*args, **kwargs)
+        model.generation_config = GenerationConfig(top_k=7, repetition_penalty=1.3, do_sample=True, eos_token_id=1)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_top_k)
+    make_trainer()
+    assert "generation_config sets {'top_k': 7, 'repetition_penalty': 1.3}, which is not applied" in caplog.text
