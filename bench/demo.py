@@ -33,7 +33,7 @@ def main() -> None:
     result = {
         "command": "python bench/demo.py --runs runs/demo --seeds " + " ".join(map(str, arguments.seeds)),
         "recipe": yaml.safe_load(RECIPE.read_text()),
-        "machine": record["machine"],
+        "machine": {key: record["machine"][key] for key in ("processor", "cores", "threads", "device")},
         "versions": record["versions"],
         "seeds": seeds,
     }

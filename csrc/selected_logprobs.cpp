@@ -19,6 +19,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -102,6 +103,19 @@ template <class T> double element(const T* row, int64_t column) {
 void check_logits(const Tensor& logits) {
   check(logits.is_cpu() && logits.dim() == 3, "logits", "a CPU tensor [A, B, V]");
   check(logits.size(2) < 2 || logits.stride(2) == 1, "logits", "contiguous in its last dimension");
+}
+
+// Whether no two rows share memory.
+bool rows_are_apart(const Tensor& logits) {
+  int64_t near = 1, far = 0;
+  if (logits.stride(0) < logits.stride(1)) std::swap(near, far);
+  int64_t extent = logits.size(2);  // of what lies within one step of the dimension
+  for (const int64_t dim : {near, far}) {
+    if (logits.size(dim) < 2) continue;
+    if (logits.stride(dim) < extent) return false;
+    extent += (logits.size(dim) - 1) * logits.stride(dim);
+  }
+  return true;
 }
 
 // The check stands before any parallel region: an exception in one would end the process.
@@ -342,8 +356,7 @@ void selected_logprobs_backward_(std::optional<Tensor> grad_logprobs, std::optio
                                  Tensor token_ids, Tensor temperature, std::optional<Tensor> mask, Tensor entropy,
                                  Tensor lse) {
   check_logits(logits);
-  check((logits.size(0) < 2 || logits.stride(0) != 0) && (logits.size(1) < 2 || logits.stride(1) != 0), "logits",
-        "without overlapping rows, since they are overwritten");
+  check(rows_are_apart(logits), "logits", "without overlapping rows, since they are overwritten");
   by_dtype(logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     write_gradient<T>(grad_logprobs, grad_entropy, logits, token_ids, temperature, mask, entropy, lse,

@@ -61,7 +61,7 @@ def _ppo_loss_kernel(
     # One 64-bit division a program; the tokens' rows come from 32-bit ones.
     row = first // T + ((first % T).to(tl.int32) + lanes) // T
 
-    # A masked token's zeros are a ratio of 1 with advantage 0: every term of it is 0, and it is neither flat nor outside.
+    # A masked token's zeros are a ratio of 1 with advantage 0: its terms are 0, it is neither flat nor outside.
     live = tl.load(mask_ptr + token, mask=inside, other=0) != 0
     weight = tl.load(row_weights_ptr + row, mask=live, other=0.0)
     logprob = tl.load(logprobs_ptr + token, mask=live, other=0.0)

@@ -12,7 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_fast.errors import UserError
-from ppo_fast.models.loading import disable_dropout, eos_token_ids, load_model, load_tokenizer
+from ppo_fast.models.loading import (
+    disable_dropout,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    unused_sampling_settings,
+)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "cohere", "granite", "gpt2", "mistral", "phi")
 IDS = torch.tensor([[9, 33, 3, 60, 41]])
@@ -190,6 +196,27 @@ def test_no_eos_at_all(tiny_model):
     model.generation_config.eos_token_id = None
     with pytest.raises(UserError, match=r"set tokenizer\.eos_token"):
         eos_token_ids(model, SimpleNamespace(eos_token_id=None))
+
+
+# Sampling settings -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_sampling_settings_has_none_to_override(tiny_model, tiny_model_dir):
+    assert unused_sampling_settings(tiny_model()) == {}
+    assert unused_sampling_settings(load_model(str(tiny_model_dir))) == {}
+    model = tiny_model()
+    model.generation_config = None
+    assert unused_sampling_settings(model) == {}
+
+
+def test_a_models_own_sampling_settings(folder):
+    """As Qwen's instruct models bring them. What doesn't touch the distribution isn't named."""
+    model = load_model(str(folder))
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+    model.generation_config.update(**own, do_sample=True, max_new_tokens=40, eos_token_id=[1, 2])
+    assert unused_sampling_settings(model) == own
+    model.save_pretrained(folder)
+    assert unused_sampling_settings(load_model(str(folder))) == own
 
 
 # Dropout ---------------------------------------------------------------------------------------------------------

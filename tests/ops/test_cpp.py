@@ -422,8 +422,9 @@ def test_direct_calls_are_checked(isa):
         OPS.selected_logprobs(x.long(), ids, ones, None, False)
     with pytest.raises(ValueError, match="entropy must be"):
         OPS.selected_logprobs_backward(ones, ones, x, ids, ones, None, torch.empty(0), lse)
-    with pytest.raises(ValueError, match="without overlapping rows"):
-        OPS.selected_logprobs_backward_(ones, None, x[:1].expand(40, 50, 2000), ids, ones, None, entropy, lse)
+    for overlapping in (x[:1].expand(40, 50, 2000), x.as_strided((40, 50, 2000), (100_000, 1999, 1))):
+        with pytest.raises(ValueError, match="without overlapping rows"):
+            OPS.selected_logprobs_backward_(ones, None, overlapping, ids, ones, None, entropy, lse)
     y = loss_inputs(4, 5)
     with pytest.raises(ValueError, match="row_weights must be"):
         OPS.ppo_loss(*{**y, "weights": torch.ones(3)}.values(), 0.2, 0.2, None, 0, 0.0, 0.0, 3)
@@ -517,3 +518,24 @@ def test_token_ops_agree_with_plain_pytorch_at_every_shape(isa, shape):
             assert got.shape == expected.shape
             scale = float(expected.abs().max()) if expected.numel() else 0.0
             assert torch.allclose(got, expected, rtol=1e-5, atol=4e-7 * scale)
+
+
+def test_gae_is_rounded_once(isa):
+    """No error builds up over 20000 undiscounted steps: each result is the float64 one, rounded."""
+    rewards, values = torch.randn(2, 20_000), torch.randn(2, 20_000)
+    mask = torch.rand(2, 20_000) > 0.2
+    got = OPS.gae(rewards, values, mask, 1.0, 1.0, None)
+    wide = OPS.gae(rewards.double(), values.double(), mask, 1.0, 1.0, None)
+    for a, b in zip(got[:2], wide[:2], strict=True):
+        assert torch.equal(a, b.float())
+
+
+def test_moments_of_advantages_far_from_zero(isa):
+    """A spread of 1 about a mean of 1e6, which a sum of squares about zero would lose, over rows of any length."""
+    rewards = 1e6 + torch.randn(50, 300, dtype=torch.float64)
+    mask = torch.rand(50, 300) > torch.linspace(0, 1.01, 50)[:, None]
+    advantages, _, moments = OPS.gae(rewards, torch.zeros_like(rewards), mask, 0.0, 0.0, None)
+    live = advantages[mask]
+    wanted = torch.stack([mask.sum(), live.sum(), (live - live.mean()).square().sum()])
+    assert not mask[-1].any()
+    assert torch.allclose(moments, wanted, rtol=1e-10, atol=0)
