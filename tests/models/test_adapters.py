@@ -30,6 +30,7 @@ def switched(request, tiny_model, lora, shake):
     for name in ("value", "reference"):
         model.add_adapter(name, lora(lora_dropout=0.0, **KINDS[request.param]))
     shake((p for name, p in model.named_parameters() if _owner(name) is not None), seed=3)
+    model.base_model.set_requires_grad("reference", True)  # as whoever loaded it may have left it
     return tiny_model("llama"), model, Adapters(model, ("policy", "value"))
 
 
@@ -119,10 +120,14 @@ def test_one_context_can_be_entered_again_and_within_itself(switched):
     _, model, adapters = switched
     outside = _logits(model)
     value = adapters.use("value")
+    with adapters.use(None):
+        bare = _logits(model)
     with value:
         inside = _logits(model)
-        with adapters.use("policy"), value:
-            assert torch.equal(_logits(model), inside)
+        with adapters.use(None):
+            with value:
+                assert torch.equal(_logits(model), inside)
+            assert torch.equal(_logits(model), bare)
         assert torch.equal(_logits(model), inside)
     assert torch.equal(_logits(model), outside)
     with value:
@@ -158,6 +163,8 @@ def test_an_adapter_on_other_layers_leaves_the_rest_alone(tiny_model, lora, shak
     shake((p for p in model.parameters() if p.requires_grad), seed=1)
     with adapters.use("value"):
         got = _logits(model.eval())
+        norm = model.get_base_model().model.norm
+        assert norm.weight is norm.original_module.weight  # as model code may read it
     alone = get_peft_model(tiny_model("llama"), lora(target_modules=["v_proj"]), adapter_name="value").eval()
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -167,11 +174,15 @@ def test_an_adapter_on_other_layers_leaves_the_rest_alone(tiny_model, lora, shak
     assert torch.equal(got, _logits(alone))
 
 
-def test_an_adapter_that_arrives_disabled_or_frozen_is_trained(tiny_model, lora):
-    model = get_peft_model(tiny_model("llama"), lora(inference_mode=True), adapter_name="policy")
+def test_an_adapter_that_arrives_disabled_or_frozen_is_active_and_trained(tiny_model, lora, shake):
+    model = get_peft_model(tiny_model("llama"), lora(lora_dropout=0.0, inference_mode=True), adapter_name="policy")
+    shake((p for name, p in model.named_parameters() if ".policy." in name), seed=1)
+    expected = _logits(model)
     model.base_model.disable_adapter_layers()
+    assert not torch.equal(_logits(model), expected)
     assert not _trained(model)
     Adapters(model, ("policy",))
+    assert torch.equal(_logits(model), expected)
     assert _trained(model) == {name for name, _ in model.named_parameters() if ".policy." in name}
 
 
