@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ppo_fast.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop (OPT), router_jitter_noise (Mixtral)
 _SAMPLING_SETTINGS = (
     "temperature",

@@ -117,7 +117,8 @@ def _has_value_adapter(roles: Roles) -> bool:
 def _save_adapter(model: PeftModel, name: str, folder: Path) -> None:
     folder.mkdir()
     model.peft_config[name].save_pretrained(str(folder))
-    tensors = get_peft_model_state_dict(model, adapter_name=name)
+    # Without the embeddings: they aren't the adapter's, and peft would ask the hub whether they changed.
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / _ADAPTER_FILE)
 
 
