@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+INTERPRET = Path(__file__).parent / "interpret"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"):
+        return
     for item in items:
-        if HERE / "interpret" in item.path.parents and not INTERPRETING:
+        if INTERPRET in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1, run by make test"))
-        if HERE / "aot" in item.path.parents and INTERPRETING:
-            item.add_marker(pytest.mark.skip(reason="needs a process without TRITON_INTERPRET, run by make test"))

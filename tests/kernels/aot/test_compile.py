@@ -30,6 +30,9 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from ppo_fast.kernels import common, gae, ppo_loss, selected_logprobs, value_loss
 
+if triton.knobs.runtime.interpret:
+    pytest.skip("needs a process without TRITON_INTERPRET, run by make test", allow_module_level=True)
+
 # Shared memory that one program may use, KiB.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163),
