@@ -33,7 +33,6 @@ def test_the_trainer_in_ten_lines(tmp_path, tiny_model_dir):
         '"path/or/hub-id"': repr(str(tiny_model_dir)),
         '"runs/short"': repr(str(tmp_path / "run")),
         "total_episodes=512": settings,
-        "}]}, ...]": "}]}]",
     }
     source = next(block for block in BLOCKS if "PPOTrainer(" in block)
     for old, new in changes.items():
@@ -71,3 +70,15 @@ def test_the_ops_in_ten_lines(tiny_model_dir, capsys):
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
+
+
+def test_the_recipe_is_valid(tmp_path):
+    text = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p {i}"}) + "\n" for i in range(30)))
+    (tmp_path / "my_rewards.py").write_text("def short(completions, **_):\n    return [0.0] * len(completions)\n")
+    from ppo_fast.training.recipe import load_recipe
+
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["ppo.output_dir=run"])
+    assert (len(recipe.prompts), len(recipe.heldout), recipe.lora.r) == (10, 20, 16)
+    assert (recipe.ppo.learning_rate, recipe.rewards[0].__name__) == (1e-4, "short")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ppo_fast.errors import UserError
 from ppo_fast.evaluation.heldout import Evaluation, Reply, compare, save
 from ppo_fast.rollout import Rollout
 from ppo_fast.training import checkpoint
-from ppo_fast.training.data import Prompt
+from ppo_fast.training.data import Prompt, dataset_hash
 from ppo_fast.training.experience import eos_rule, policy_logprobs
 from ppo_fast.training.recipe import Recipe
 from ppo_fast.training.rewards import RewardFunctions
@@ -28,6 +29,12 @@ def evaluate(trainer: PPOTrainer, recipe: Recipe, chosen: Path, run: Path) -> Ev
     """
     if not recipe.heldout:
         raise UserError("the run held no prompts out; set data.heldout before training")
+    recorded = json.loads((run / "run_record.json").read_text(encoding="utf-8"))["data"]["heldout_hash"]
+    if recorded != dataset_hash(trainer.eval_prompts):
+        raise UserError(
+            "the held-out prompts aren't those of the run: its dataset has changed since, and some may have been "
+            "trained on; put the file back as it was"
+        )
     checkpoint.load_policy(chosen, trainer.roles)
     prompts = [prompt for prompt in recipe.heldout for _ in range(recipe.evaluation.replies_per_prompt)]
     before = _replies(trainer, recipe, prompts, reference=True)

@@ -13,6 +13,8 @@ import yaml
 from ppo_fast.errors import UserError
 from ppo_fast.evaluation.heldout import Evaluation, load
 
+_TORN = "the file was cut off or edited; `ppo-fast train ... --resume` puts a torn end right"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -90,9 +92,9 @@ def _parse_object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error}): the file was cut off or edited") from error
+        raise UserError(f"{where} is not JSON ({error}): {_TORN}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{where} is not a JSON object: the file was cut off or edited")
+        raise UserError(f"{where} is not a JSON object: {_TORN}")
     return value
 
 

@@ -9,13 +9,17 @@ checkpoint-N/trainer_state.pt    optimizers, schedulers, random states, data pos
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,10 +56,14 @@ def resolve(run: Path, wanted: Literal[True] | str | Path) -> Path:
         path = Path(wanted)
         if not (path / _STATE_FILE).is_file():
             raise UserError(f"{str(path)!r} is not a checkpoint (it has no {_STATE_FILE}); give a checkpoint-N folder")
+        if path.resolve().parent != run.resolve():
+            raise UserError(
+                f"{str(path)!r} belongs to another run than {str(run)!r}; a run goes on in its own output_dir"
+            )
         return path
     checkpoints = find(run)
     if not checkpoints:
-        raise UserError(f"{str(run)!r} holds no checkpoint to resume from; start the run without --resume")
+        raise UserError(f"{str(run)!r} holds no checkpoint; train it first, or start it again without --resume")
     return checkpoints[-1]
 
 
@@ -64,6 +72,20 @@ def save(
 ) -> Path:
     """Writes checkpoint-``iteration`` beside, renames it, then removes what ``keep`` no longer covers."""
     folder = run / f"checkpoint-{iteration}"
+    try:
+        _write(folder, roles, tokenizer, state)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{folder.name} can't be written ({reason:.200}); free some space, then resume from the one before it"
+        ) from error
+    if keep is not None:
+        for old in find(run)[:-keep]:
+            shutil.rmtree(old)
+    return folder
+
+
+def _write(folder: Path, roles: Roles, tokenizer: PreTrainedTokenizerBase, state: dict[str, Any]) -> None:
     with written_beside(folder) as scratch:
         if roles.adapters is not None:
             _save_adapter(roles.adapters, _policy_adapter(roles), scratch / "policy")
@@ -76,10 +98,6 @@ def save(
             roles.critic_model.save_pretrained(scratch / "value")
         save_file(roles.critic.head.state_dict(), scratch / _HEAD_FILE)
         torch.save(state, scratch / _STATE_FILE)
-    if keep is not None:
-        for old in find(run)[:-keep]:
-            shutil.rmtree(old)
-    return folder
 
 
 def load(folder: Path, roles: Roles) -> dict[str, Any]:
@@ -89,6 +107,11 @@ def load(folder: Path, roles: Roles) -> dict[str, Any]:
         UserError: the checkpoint belongs to another kind of run.
     """
     load_policy(folder, roles)
+    with _readable(folder):
+        return _load_rest(folder, roles)
+
+
+def _load_rest(folder: Path, roles: Roles) -> dict[str, Any]:
     if _has_value_adapter(roles):
         _load_adapter(roles.adapters, VALUE, folder / "value")
     if roles.critic_model is not None:
@@ -98,11 +121,28 @@ def load(folder: Path, roles: Roles) -> dict[str, Any]:
 
 
 def load_policy(folder: Path, roles: Roles) -> None:
-    """Puts the checkpoint's policy alone into ``roles``."""
-    if roles.adapters is not None:
-        _load_adapter(roles.adapters, _policy_adapter(roles), folder / "policy")
-    else:
-        _load_model(roles.policy.model, folder / "policy")
+    """Puts the checkpoint's policy alone into ``roles``.
+
+    Raises:
+        UserError: the checkpoint is damaged, or belongs to another kind of run.
+    """
+    with _readable(folder):
+        if roles.adapters is not None:
+            _load_adapter(roles.adapters, _policy_adapter(roles), folder / "policy")
+        else:
+            _load_model(roles.policy.model, folder / "policy")
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{str(folder)!r} can't be read ({reason:.200}): it is damaged or of a run with other settings; go on from "
+            "another checkpoint, or with the run's own config.yaml"
+        ) from error
 
 
 def _policy_adapter(roles: Roles) -> str:

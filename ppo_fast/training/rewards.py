@@ -64,8 +64,16 @@ class RewardFunctions:
             name: self._call(name, function, [p.prompt for p in prompts], replies, completion_ids, columns)
             for name, function in self._functions.items()
         }
+        total = [self._sum(row) for row in zip(*by_function.values(), strict=True)]
+        if all(value is None for value in total):
+            if not self._proven:
+                raise UserError(
+                    f"no reply of the first batch got a score: {' and '.join(self._functions)} returned None for all "
+                    f"{len(total)}; return numbers where you can judge"
+                )
+            logger.warning("no reply of this batch of %d got a score; it changes nothing", len(total))
         self._proven = True
-        return Scores([self._sum(row) for row in zip(*by_function.values(), strict=True)], by_function)
+        return Scores(total, by_function)
 
     def _sum(self, row: tuple[float | None, ...]) -> float | None:
         applied = [weight * value for weight, value in zip(self._weights, row, strict=True) if value is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from ppo_fast.errors import UserError
 from ppo_fast.files import write_atomically
 
 _METRICS = "metrics.jsonl"
+_NUMBERED = re.compile(r"checkpoint-(\d+)|iteration-(\d+)\.jsonl")
 
 
 class RunFolder:
@@ -33,11 +35,23 @@ class RunFolder:
                 "resume_from_checkpoint (--resume)"
             )
 
-    def require_space(self, needed: int) -> None:
-        """Raises UserError if the disk has fewer than ``needed`` bytes free."""
+    def require_room(self, needed: int) -> None:
+        """Raises UserError if the folder can't be made or written, or the disk has fewer than ``needed`` bytes free."""
         place = self.path.absolute()
+        try:
+            os.stat(place)  # says at once what no parent folder can: that the name itself is impossible
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(
+                f"output_dir {str(self.path)!r} can't be used ({error.strerror}); choose another"
+            ) from error
         while not place.exists():
             place = place.parent
+        if not place.is_dir():
+            raise UserError(f"output_dir {str(self.path)!r}: {str(place)!r} is a file, not a folder; choose another")
+        if not os.access(place, os.W_OK):
+            raise UserError(f"{str(place)!r} can't be written to; choose another output_dir")
         free = shutil.disk_usage(place).free
         if free < needed:
             raise UserError(
@@ -53,16 +67,27 @@ class RunFolder:
         self.is_open = True
 
     def rewind(self, iteration: int) -> None:
-        """Makes metrics.jsonl end with ``iteration``; later lines, of an interrupted run, are kept in a file beside."""
+        """Makes the folder end with ``iteration``: what came later is moved into a folder superseded-N inside.
+
+        A later checkpoint left in place would be taken for the newest of the run that goes on from here.
+        """
         metrics = self.path / _METRICS
-        if not metrics.exists():
-            return
-        lines = [line for line in metrics.read_text().splitlines() if line]
+        lines = [line for line in metrics.read_text().split("\n") if line] if metrics.exists() else []
         # The last line of a killed run may be torn; it belongs to an iteration that is run again.
         kept = [line for line in lines if (number := _iteration(line)) is not None and number <= iteration]
-        if len(kept) < len(lines):
-            count = len(list(self.path.glob("metrics.superseded-*.jsonl")))
-            write_atomically(self.path / f"metrics.superseded-{count}.jsonl", "\n".join(lines[len(kept) :]) + "\n")
+        found = [*self.path.iterdir(), *(self.path / "completions").glob("*")]
+        later = [
+            path
+            for path in found
+            if (match := _NUMBERED.fullmatch(path.name)) and int(match[1] or match[2]) > iteration
+        ]
+        if not later and len(kept) == len(lines):
+            return
+        aside = self.path / f"superseded-{len(list(self.path.glob('superseded-*')))}"
+        aside.mkdir()
+        write_atomically(aside / _METRICS, "".join(line + "\n" for line in lines[len(kept) :]))
+        for path in later:
+            os.replace(path, aside / path.name)
         write_atomically(metrics, "".join(line + "\n" for line in kept))
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:

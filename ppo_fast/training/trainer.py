@@ -26,7 +26,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ppo_fast.errors import UserError
 from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
-from ppo_fast.models.roles import build_roles
+from ppo_fast.models.roles import Actor, build_roles
 from ppo_fast.rollout import Rollout, generate
 from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
@@ -41,6 +41,8 @@ from ppo_fast.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# Where a run is written and how often: all that may differ when it is resumed.
+_MAY_CHANGE = {"output_dir", "save_steps", "save_total_limit", "report_to", "step0_p99", "step0_max"}
 _SAMPLER_CAUSES = (
     "usual causes are weights that changed between sampling and training, a temperature or mask applied in one of them "
     "only, dropout, other position ids, or 16-bit arithmetic (see step0_p99 and step0_max)"
@@ -124,6 +126,11 @@ class PPOTrainer:
         pad_id = self.tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
         self._prompt_ids = self._tokenize(self.prompts)
+        highest, vocabulary = max(map(max, self._prompt_ids)), self.roles.policy.head.weight.shape[0]
+        if highest >= vocabulary:
+            raise UserError(
+                f"the tokenizer gives id {highest} and the model has {vocabulary} tokens; use the model's own tokenizer"
+            )
         self.reward = self._reward_functions(reward_funcs, reward_processing_classes)
 
         self.optimizers = self._build_optimizers(*optimizers)
@@ -169,6 +176,11 @@ class PPOTrainer:
                     progress=self._progress("update", rollout, self.args.num_ppo_epochs),
                     before_first_step=self._step0_check(experience, forwards, step0),
                 )  # fmt: skip
+            if stats.skipped_steps and not stats.policy_grad_norms:
+                raise UserError(
+                    f"no optimizer step of iteration {self.state.global_step + 1} had a finite gradient; lower "
+                    "learning_rate, or look for infinite rewards or values"
+                )
             results = metrics.collect(experience, scores, stats, step0[0] if step0 else Agreement(0.0, 0.0))
             results |= {"objective/kl_coef": self.kl_coef, "lr": self.schedulers[0].get_last_lr()[0]}
             self._adapt(results)
@@ -181,20 +193,31 @@ class PPOTrainer:
 
     def _rollout(self, prompt_ids: list[list[int]]) -> Rollout:
         """One reply to each prompt, its rows shuffled into the order that training will take them in."""
-        args = self.args
-        shape = (len(prompt_ids), args.response_length)
-        uniforms = torch.rand(shape, dtype=torch.float64, generator=self.generator)
+        total = len(prompt_ids) * self.args.response_length
         done = 0
 
         def report(tokens: int) -> None:
             nonlocal done
             done += tokens
-            self._report("rollout", done, shape[0] * shape[1])
+            self._report("rollout", done, total)
 
-        return generate(
-            self.roles.policy, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature,
-            eos_ids=self.eos_ids, pad_id=self.pad_id, uniforms=uniforms, on_tokens=report,
+        return self._sample(self.roles.policy, prompt_ids, self.generator, report)
+
+    def _sample(
+        self, actor: Actor, prompt_ids: list[list[int]], generator: torch.Generator, report: Progress | None = None
+    ) -> Rollout:
+        args = self.args
+        uniforms = torch.rand(len(prompt_ids), args.response_length, dtype=torch.float64, generator=generator)
+        rollout = generate(
+            actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature, eos_ids=self.eos_ids,
+            pad_id=self.pad_id, uniforms=uniforms, on_tokens=report,
         )  # fmt: skip
+        if not torch.isfinite(rollout.logprobs).all():
+            raise UserError(
+                f"the policy has diverged: after {self.state.global_step} iterations its log-probs aren't finite; "
+                "lower learning_rate, and go on from a checkpoint before that"
+            )
+        return rollout
 
     def _score(self, prompts: list[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
         completion_ids = rollout.completion_ids()
@@ -233,16 +256,12 @@ class PPOTrainer:
         if actor is None:
             raise UserError('there is no reference to compare with (ref_model="none")')
         generator = torch.Generator().manual_seed(seed)
-        shape = (len(prompts), self.args.response_length)
-        return generate(
-            actor, self._tokenize(prompts), max_new_tokens=shape[1], temperature=self.args.temperature,
-            eos_ids=self.eos_ids, pad_id=self.pad_id,
-            uniforms=torch.rand(shape, dtype=torch.float64, generator=generator),
-        )  # fmt: skip
+        return self._sample(actor, self._tokenize(prompts), generator)
 
     def save_checkpoint(self) -> Path:
         """Writes checkpoint-N for the iterations done so far."""
         state = {
+            "made_with": self._made_with(),
             "iteration": self.state.global_step,
             "kl_coef": self.kl_coef,
             "journal": self.journal.state(),
@@ -263,6 +282,7 @@ class PPOTrainer:
 
     def _load_checkpoint(self, folder: Path) -> None:
         state = checkpoint.load(folder, self.roles)
+        _refuse_changes(folder, state["made_with"], self._made_with())
         self.state.global_step = state["iteration"]
         self.kl_coef = state["kl_coef"]
         for optimizer, saved in zip((self.optimizers.policy, self.optimizers.value), state["optimizers"], strict=True):
@@ -274,10 +294,16 @@ class PPOTrainer:
         torch.set_rng_state(state["torch_generator"])
         self.journal.resume(state["journal"], str(folder), self.state.global_step)
 
+    def _made_with(self) -> dict[str, Any]:
+        """What must not change between a run and its resumption."""
+        settings = {name: value for name, value in dataclasses.asdict(self.args).items() if name not in _MAY_CHANGE}
+        identity = self.journal.identity
+        return settings | {"model": identity["model"]["hash"], "data": identity["data"]["hash"]}
+
     def _begin(self, resume: bool | str | Path) -> None:
         folder = self.journal.folder
         # Room for the checkpoint being written beside the ones that are kept.
-        folder.require_space(checkpoint.size_in_bytes(self.roles) * (1 + (self.args.save_total_limit or 1)))
+        folder.require_room(checkpoint.size_in_bytes(self.roles) * (1 + (self.args.save_total_limit or 1)))
         if resume:
             self._load_checkpoint(checkpoint.resolve(folder.path, resume))
         else:
@@ -378,6 +404,16 @@ class PPOTrainer:
         return update.Optimizers(
             policy or adamw(self.roles.policy_parameters.values(), args.learning_rate),
             value or adamw(self.roles.value_parameters.values(), value_learning_rate),
+        )
+
+
+def _refuse_changes(folder: Path, made_with: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [name for name in now if now[name] != made_with.get(name)]
+    if changed:
+        name = changed[0]
+        raise UserError(
+            f"{str(folder)!r} was made with {name} = {made_with.get(name)!r}, and it is {now[name]!r} now; resume with "
+            "the run's own config.yaml, or start a new run"
         )
 
 

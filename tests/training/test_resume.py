@@ -70,7 +70,8 @@ def test_metrics_of_the_interrupted_run_are_kept_beside(make_trainer, tmp_path):
         file.write('{"iteration": 4, "torn')  # a line the machine died in
     before = (folder / "metrics.jsonl").read_text().splitlines()
     make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert (folder / "metrics.superseded-0.jsonl").read_text().splitlines() == before[2:]
+    assert (folder / "superseded-0" / "metrics.jsonl").read_text().splitlines() == before[2:]
+    assert (folder / "superseded-0" / "iteration-00003.jsonl").is_file()
     assert [line["iteration"] for line in metric_lines(folder)] == [1, 2, 3, 4]
     record = json.loads((folder / "run_record.json").read_text())
     assert record["resumed_from"].endswith("checkpoint-2")
@@ -94,7 +95,7 @@ def test_checkpoints_rotate_only_after_the_new_one_is_whole(make_trainer, tmp_pa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.torch, "save", fails)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"checkpoint-3 can't be written .*No space left"):
         trainer.save_checkpoint()
     assert [p.name for p in checkpoint.find(tmp_path / "run")] == ["checkpoint-2", "checkpoint-3"]
     assert not list((tmp_path / "run").glob(".*partial"))
@@ -109,13 +110,68 @@ def test_a_checkpoint_can_be_read_without_running_its_code(make_trainer, tmp_pat
 
 def test_a_checkpoint_of_another_kind_is_named(make_trainer, tmp_path):
     make_trainer(total_episodes=8).train()
-    shutil.move(tmp_path / "run", tmp_path / "lora")
     with pytest.raises(UserError, match="of a LoRA run"):
-        make_trainer(lora=False).train(resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1"))
+        make_trainer(lora=False).train(resume_from_checkpoint=True)
     with pytest.raises(UserError, match="is not a checkpoint"):
-        make_trainer().train(resume_from_checkpoint=str(tmp_path / "lora"))
-    with pytest.raises(UserError, match="holds no checkpoint to resume from"):
+        make_trainer().train(resume_from_checkpoint=str(tmp_path / "run"))
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    with pytest.raises(UserError, match="holds no checkpoint"):
         make_trainer().train(resume_from_checkpoint=True)
+    with pytest.raises(UserError, match="belongs to another run"):
+        make_trainer().train(resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-1"))
+
+
+def test_later_checkpoints_of_an_abandoned_run_are_put_aside(make_trainer, tmp_path):
+    make_trainer(save_steps=1).train()
+    folder = tmp_path / "run"
+    assert [p.name for p in checkpoint.find(folder)] == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(save_steps=1, trainer={"callbacks": [StopAfter(3)]}).train(
+            resume_from_checkpoint=str(folder / "checkpoint-1")
+        )
+    assert [p.name for p in checkpoint.find(folder)] == ["checkpoint-1", "checkpoint-2"]
+    assert {p.name for p in checkpoint.find(folder / "superseded-0")} == {
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+    }
+    assert sorted(p.name for p in (folder / "completions").iterdir())[-1] == "iteration-00003.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 0.5}, "made with learning_rate = 0.001, and it is 0.5 now"),
+        ({"temperature": 0.5}, "made with temperature = 0.9, and it is 0.5 now"),
+        ({"total_episodes": 64}, "made with total_episodes = 32"),
+        ({"trainer": {"train_dataset": [{"prompt": "the hotel"}]}}, "made with data = "),
+    ],
+)
+def test_a_run_is_resumed_with_its_own_settings(make_trainer, tmp_path, change, message):
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(trainer={"callbacks": [StopAfter(3)]}).train()
+    with pytest.raises(UserError, match=message):
+        make_trainer(**change).train(resume_from_checkpoint=True)
+    make_trainer(save_steps=3, save_total_limit=5).train(resume_from_checkpoint=True)  # these may change
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("trainer_state.pt", b""),
+        ("trainer_state.pt", b"garbage"),
+        ("trainer_state.pt", None),
+        ("value_head.safetensors", b""),
+        ("policy/adapter_model.safetensors", b"x" * 40),
+        ("policy/adapter_model.safetensors", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(make_trainer, tmp_path, file, content):
+    make_trainer(total_episodes=8).train()
+    damaged = tmp_path / "run" / "checkpoint-1" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2] if content is None else content)
+    with pytest.raises(UserError, match=r"checkpoint-1' can't be read .*damaged"):
+        make_trainer(total_episodes=8).train(resume_from_checkpoint=True)
 
 
 def test_an_adapter_checkpoint_loads_in_peft(make_trainer, tmp_path, tiny_model_dir):

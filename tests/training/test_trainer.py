@@ -1,10 +1,12 @@
 """The trainer as its users call it."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ppo_fast.errors import UserError
@@ -136,13 +138,57 @@ def test_unscored_replies_are_counted_and_their_text_is_kept(make_trainer, tmp_p
     assert [json.loads(row)["score"] is None for row in rows] == [False, True] * 4
 
 
-def test_a_batch_without_any_score_is_passed_over(make_trainer, tmp_path):
-    trainer = make_trainer(trainer={"reward_funcs": lambda completion_ids, **_: [None] * len(completion_ids)},
-                           total_episodes=8)  # fmt: skip
-    before = {n: p.detach().clone() for n, p in trainer.roles.policy_parameters.items()}
+def test_a_batch_without_any_score_is_passed_over(make_trainer, tmp_path, caplog):
+    calls = []
+
+    def only_once(completion_ids, **_):
+        calls.append(1)
+        return [len(ids) if len(calls) == 1 else None for ids in completion_ids]
+
+    trainer = make_trainer(trainer={"reward_funcs": only_once}, total_episodes=16, save_steps=1)
     trainer.train()
-    assert all(torch.equal(before[n], p) for n, p in trainer.roles.policy_parameters.items())
-    assert lines(tmp_path / "run")[0]["reward/unscored"] == 8
+    first, second = (
+        load_file(tmp_path / "run" / f"checkpoint-{i}" / "policy" / "adapter_model.safetensors") for i in (1, 2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [line["reward/unscored"] for line in lines(tmp_path / "run")] == [0, 8]
+    assert "no reply of this batch of 8 got a score" in caplog.text
+
+
+def test_a_first_batch_without_any_score_is_refused(make_trainer, tmp_path):
+    def never(completion_ids, **_):
+        return [None] * len(completion_ids)
+
+    with pytest.raises(UserError, match="no reply of the first batch got a score: never returned None for all 8"):
+        make_trainer(trainer={"reward_funcs": never}).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_that_diverges_stops_the_run(make_trainer, tmp_path):
+    with pytest.raises(UserError, match=r"the policy has diverged: after [123] iterations"):
+        make_trainer(learning_rate=1e30).train()
+    assert all("NaN" not in line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+
+
+def test_an_update_without_one_finite_gradient_stops_the_run(make_trainer, monkeypatch):
+    from ppo_fast.training import trainer as module
+
+    original = module.shape
+
+    def poisoned(*args, **kwargs):
+        experience = original(*args, **kwargs)
+        return dataclasses.replace(experience, returns=experience.returns * float("inf"))
+
+    monkeypatch.setattr(module, "shape", poisoned)
+    with pytest.raises(UserError, match="no optimizer step of iteration 1 had a finite gradient"):
+        make_trainer().train()
+
+
+@pytest.mark.parametrize("where", ["file/sub", "x" * 300])
+def test_an_output_dir_that_cannot_be_written_is_refused_at_once(make_trainer, tmp_path, where):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="output_dir"):
+        make_trainer(output_dir=str(tmp_path / where)).train()
 
 
 def test_a_full_disk_is_named_before_anything_is_written(make_trainer, tmp_path, monkeypatch):
