@@ -8,8 +8,8 @@
 // Numerics. Differences x - r are exact for close neighbours wherever the row lies, so logits around -1e4 cost nothing.
 // The reference trails the maximum by at most 2 nats: the entropy is the difference of two numbers of the size of that
 // lag (with 8 nats it lost a digit on peaked rows). Blocks of 2048 are summed in float32 lanes, 32 terms to a lane at
-// AVX-512, and joined in double. The reference itself is among the terms, so the total is at least 1. Where it trails,
-// rounding could put the log-prob of a certain token at +1e-7: that is cut to 0, as is an entropy below 0.
+// AVX-512, and joined in double. The reference's own term is exactly 1, so the total is at least 1, and no log-prob comes
+// out above 0, no entropy below: where a token stands above the reference, the reference alone takes an eighth of it.
 //   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every probability.
 // Rows beyond |lse| > 32 (2e-6) are summed again, the second read coming from a cache; without that, logits at -1e4 would
 // be off by 5e-4 each, all to one side.
@@ -186,13 +186,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& t
         continue;
       }
       const double log_total = std::log(s.total);
-      const double logprob = (element(rows[row], ids[row]) - s.reference) / t - log_total;
-      logprobs[row] = static_cast<S>(logprob > 0 ? 0 : logprob);
+      logprobs[row] = static_cast<S>((element(rows[row], ids[row]) - s.reference) / t - log_total);
       lse[row] = static_cast<S>(s.reference / t + log_total);
-      if (return_entropy) {
-        const double h = log_total - s.weighted / (s.total * t);
-        entropy[row] = static_cast<S>(h < 0 ? 0 : h);
-      }
+      if (return_entropy) entropy[row] = static_cast<S>(log_total - s.weighted / (s.total * t));
     }
   });
   return {logprobs_, entropy_, lse_};

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,13 +37,19 @@ def head_of(model: PreTrainedModel) -> Head:
     """The head of a causal language model, read from its output embedding and configuration, and tried once.
 
     Raises:
-        UserError: the head is wrapped (LoRA on ``lm_head``), or the model's logits aren't what the formula gives.
+        UserError: the head is adapted (LoRA on ``lm_head``) or quantised, or the model's logits aren't what the
+            formula gives.
     """
     output = model.get_output_embeddings()
+    if isinstance(output, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        raise UserError(
+            "the adapter is on the model's head, which the fused ops read as a plain matrix; leave lm_head out of the "
+            "adapter's target_modules and modules_to_save"
+        )
     if not isinstance(output, nn.Linear) or not output.weight.is_floating_point():
         raise UserError(
-            f"the model's head is a {type(output).__name__}, not a plain linear layer; leave lm_head out of the "
-            "adapter's target_modules and don't quantise it"
+            f"the model's head is a {type(output).__name__}, not a plain linear layer in floating point; give a causal "
+            "language model and don't quantise its head"
         )
     config = model.config
     # Gemma caps, Cohere multiplies, Granite divides: the three forms in transformers.

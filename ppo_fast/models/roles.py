@@ -202,7 +202,8 @@ def _with_policy_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig 
     if config is None:
         return None
     _check_lora(config)
-    return get_peft_model(model, copy.deepcopy(config), adapter_name=POLICY)
+    with _refusing("peft_config"):
+        return get_peft_model(model, copy.deepcopy(config), adapter_name=POLICY)
 
 
 def _active(model: PeftModel) -> str:
@@ -247,7 +248,20 @@ def _add_adapter(model: PeftModel, name: str, config: LoraConfig) -> None:
     if name in model.peft_config:
         raise UserError(f"the model has an adapter named {name!r}, a name that is needed here; delete or rename it")
     _check_lora(config)
-    model.add_adapter(name, copy.deepcopy(config))
+    with _refusing("value_peft_config" if name == VALUE else "the adapter's configuration"):
+        model.add_adapter(name, copy.deepcopy(config))
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """peft looks at most settings only when it puts the adapter on, and objects with whatever comes up there."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"{what} can't work with this model ({message}); give r >= 1 and target_modules and layers that it has"
+        ) from error
 
 
 def _freeze_copy(model: PeftModel, name: str) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 from ppo_fast.errors import UserError
 
+SEEDS = 2**32
+"""How many seeds there are: NumPy takes no larger ones, and set_seed gives it the same one."""
+
 _COUNTS = (
     "response_length",
     "per_device_train_batch_size",
@@ -168,6 +171,9 @@ class PPOConfig:
         self._require(_POSITIVE_OR_NULL, lambda value: value is None or value > 0, "above 0, or null")
         self._require(("cliprange",), lambda value: 0 < value < 1, "between 0 and 1")
         self._require(("dual_clip",), lambda value: value is None or value > 1, "above 1, or null")
+        self._require(("seed",), lambda value: isinstance(value, int) and 0 <= value < SEEDS, "from 0 to 2**32 - 1")
+        if self.report_to != "none":
+            self._require_tracker()
         if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
             raise UserError("missing_eos_penalty and missing_eos_score are both set; keep the one you mean")
         if self.truncation == "bootstrap" and (self.missing_eos_penalty, self.missing_eos_score) != (None, None):
@@ -193,6 +199,16 @@ class PPOConfig:
         for name in names:
             if not holds(getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    def _require_tracker(self) -> None:
+        from accelerate.tracking import get_available_trackers
+
+        available = [str(tracker) for tracker in get_available_trackers()]
+        if self.report_to not in available:
+            raise UserError(
+                f"report_to is {self.report_to!r}, which isn't among the trackers installed here "
+                f"({', '.join(available) or 'there are none'}); install it, or use none"
+            )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> PPOConfig:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ppo_fast.errors import UserError
 
 Chat = list[dict[str, str]]
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,36 @@ def read_prompts(dataset: Iterable[Mapping[str, Any]] | str | Path) -> list[Prom
 
 
 def split_prompts(prompts: Sequence[Prompt], heldout: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, held-out): the ``heldout`` prompts with the smallest SHA-256, so that a prompt never changes sides."""
-    if not 0 <= heldout < len(prompts):
-        raise UserError(f"heldout = {heldout} of {len(prompts)} prompts leaves none to train on; lower it")
-    order = sorted(range(len(prompts)), key=lambda i: hashlib.sha256(_canonical(prompts[i]).encode()).digest())
-    away = set(order[:heldout])
-    return [p for i, p in enumerate(prompts) if i not in away], [p for i, p in enumerate(prompts) if i in away]
+    """(train, held-out): the ``heldout`` prompts with the smallest SHA-256, so that a prompt never changes sides.
+
+    Rows with the same prompt stay together, so that no held-out prompt is trained on: where the last one is repeated,
+    more than ``heldout`` rows are kept out.
+    """
+    if heldout < 0:
+        raise UserError(f"heldout = {heldout} is negative; give the number of prompts to keep out of training")
+    keys = [hashlib.sha256(_canonical(prompt)).digest() for prompt in prompts]
+    away: set[bytes] = set()
+    out = 0
+    for key, rows in sorted(Counter(keys).items()):
+        if out >= heldout:
+            break
+        away.add(key)
+        out += rows
+    if max(out, heldout) >= len(prompts):
+        distinct = len(set(keys))
+        repeated = f" ({distinct} of them distinct)" if distinct < len(keys) else ""
+        raise UserError(f"heldout = {heldout} of {len(prompts)} prompts{repeated} leaves none to train on; lower it")
+    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for key, prompt in zip(keys, prompts, strict=True):
+        sides[key in away].append(prompt)
+    return sides
 
 
 def dataset_hash(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over all prompts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(_canonical(prompt).encode() + b"\n")
+        digest.update(_canonical(prompt) + b"\n")
     return digest.hexdigest()
 
 
@@ -76,19 +98,22 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limi
     """Token ids of each prompt, chats through the chat template, opened for the reply.
 
     Raises:
-        UserError: an empty prompt, or one longer than ``limit`` tokens.
+        UserError: an empty prompt, one longer than ``limit`` tokens, or a chat that the tokenizer has no form for.
     """
+    if limit is not None and limit < 1:
+        excess = f"is {-limit} tokens longer than" if limit else "fills"
+        raise UserError(f"response_length {excess} the model's context, and the prompt needs room too; lower it")
     result = []
     for prompt in prompts:
         if isinstance(prompt.prompt, str):
             ids = tokenizer(prompt.prompt)["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, return_dict=False)
+            ids = _chat_ids(prompt.prompt, tokenizer)
         if not ids:
             raise UserError(f"the prompt {prompt.text!r} has no tokens; remove it from the dataset")
         if limit is not None and len(ids) > limit:
             raise UserError(
-                f"the prompt {prompt.text[:60]!r}... has {len(ids)} tokens; with response_length the model's context "
+                f"the prompt {prompt.text[:60]!r}... has {len(ids)} tokens; beside response_length the model's context "
                 f"leaves {limit}: shorten it or lower response_length"
             )
         result.append(ids)
@@ -120,28 +145,59 @@ class PromptSampler:
         self._generator.set_state(state["generator"])
 
 
+def _chat_ids(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise UserError(
+                "the prompts are chats (as data.template makes them) and the tokenizer has no chat template; drop "
+                "data.template and give prompts as text, or use an instruct model"
+            ) from error
+        raise UserError(
+            f"the tokenizer's chat template refuses the prompt {chat[-1]['content'][:60]!r} "
+            f"({' '.join(str(error).split())}); change its messages"
+        ) from error
+
+
 def _checked(prompt: Any, number: int) -> str | Chat:
-    if isinstance(prompt, str):
-        return prompt
     messages = prompt if isinstance(prompt, list) else []
-    if messages and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages):
-        return messages
+    if isinstance(prompt, str) or (messages and all(_is_message(message) for message in messages)):
+        if _LONE_SURROGATE.search(json.dumps(prompt, ensure_ascii=False)):
+            raise UserError(
+                f"the prompt in row {number} of the dataset holds half of a surrogate pair, which is no character: "
+                f"{prompt!a:.80}; remove it"
+            )
+        return prompt
     raise UserError(
         f"the prompt in row {number} of the dataset is neither text nor a list of messages with 'role' and 'content': "
         f"{prompt!r:.80}"
     )
 
 
-def _canonical(prompt: Prompt) -> str:
-    return json.dumps(prompt.prompt, ensure_ascii=False, sort_keys=True)
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _canonical(prompt: Prompt) -> bytes:
+    # A Prompt made in Python may hold anything that str does.
+    return json.dumps(prompt.prompt, ensure_ascii=False, sort_keys=True).encode("utf-8", "surrogatepass")
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"there is no dataset file {str(path)!r}; give a JSONL file with a 'prompt' in every line")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the dataset file {str(path)!r} isn't UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(
+            f"the dataset file {str(path)!r} can't be read ({error.strerror}); give a file you may read"
+        ) from error
     rows = []
     # Not splitlines(): it also cuts at U+2028 and its like, which JSON strings may hold.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

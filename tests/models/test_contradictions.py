@@ -57,7 +57,16 @@ CONTRADICTIONS = {
     ),
     "adapter value": (lambda it: {"model": _arrived(it, name="value")}, "an adapter named 'value'"),
     "adapter reference": (lambda it: {"model": _arrived(it, name="reference")}, "an adapter named 'reference'"),
-    "head adapter": (lambda it: {"peft_config": it.lora(target_modules=["lm_head"])}, "leave lm_head out"),
+    "head adapter": (
+        lambda it: {"peft_config": it.lora(target_modules=["lm_head"])},
+        "the adapter is on the model's head",
+    ),
+    "no such target": (lambda it: {"peft_config": it.lora(target_modules=["nope"])}, "peft_config can't work .*nope"),
+    "rank 0": (lambda it: {"peft_config": it.lora(r=0)}, "peft_config can't work with this model .*; give r >= 1"),
+    "no such value target": (
+        lambda it: {"peft_config": it.lora(), "value_peft_config": it.lora(target_modules=["nope"])},
+        "value_peft_config can't work with this model",
+    ),
     "nothing trains": (lambda it: {"model": _frozen_model(it)}, "no parameter of the model requires a gradient"),
     "reference is policy": (lambda it: _same(it, "ref_model"), "is the policy itself"),
     "reference is base": (lambda it: _same(it, "ref_model", peft=True), "is the policy itself"),

@@ -353,15 +353,19 @@ def test_plus_infinity_is_nan_and_minus_infinity_is_nothing(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_certain_tokens_never_rise_above_zero(isa, dtype):
-    """Rounding must not give a log-prob of +1e-8 or a negative entropy, wherever the maximum stands in the row."""
-    x = torch.full((1, 400, 300), -40.0) + torch.rand(1, 400, 300)
-    ids = torch.randint(300, (1, 400))
-    x.scatter_(2, ids[..., None], 4 * torch.rand(1, 400, 1))
-    logprobs, entropy, _, gradient = row_op(x.to(dtype), ids, temperature=torch.rand(1, 400, dtype=stat(dtype)) + 0.5)
+    """Rounding must not give a log-prob of +1e-8 or an entropy of -1e-8, wherever the maximum stands in the row."""
+    N, V = 150, 20_000  # blocks and segments in which the maximum comes late
+    x = -25 + torch.rand(1, N, V) * torch.rand(1, N, 1)
+    ids = torch.cat([torch.arange(0, V, V // 100), torch.randint(V, (N - 100,))])[None]
+    x.scatter_(2, ids[..., None], 8 * torch.rand(1, N, 1))
+    near = torch.rand(1, N) < 0.5  # half of the rows have a rival before it that it exceeds by up to 3 nats
+    rival = x.gather(2, ids[..., None]) - 3 * torch.rand(1, N, 1)
+    x[0, near[0], 0] = rival[0, near[0], 0]
+    logprobs, entropy, _, gradient = row_op(x.to(dtype), ids, temperature=torch.rand(1, N, dtype=stat(dtype)) + 0.5)
     assert (logprobs <= 0).all()
-    assert (logprobs > -1e-6).all()
     assert (entropy >= 0).all()
-    assert gradient.double().sum(-1).abs().max() < 1e-6
+    assert (logprobs[~near] > -1e-3).all()
+    assert gradient.double().sum(-1).abs().max() < (4e-6 if stat(dtype) == dtype else 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -399,6 +403,16 @@ def test_subnormal_logits_survive_flush_to_zero(isa):
     finally:
         torch.set_flush_denormal(False)
     assert same_bits(got, expected)
+
+
+def test_probabilities_over_their_whole_range(isa):
+    """The exponential of the rows: 2 roundings at 0; farther out those of x - lse and, without FMA, of its product."""
+    d = torch.linspace(0, 86, 100_001)
+    x = torch.stack([-d, torch.zeros_like(d)], -1)[None]
+    gradient = row_op(x, torch.ones(x.shape[:2], dtype=torch.long), e=torch.zeros(x.shape[:2]))[3]
+    wanted = torch.sigmoid(-d.double())
+    error = (-gradient[0, :, 0].double() - wanted).abs() / wanted
+    assert (error < EPS * (2 + (1.2 if isa == "portable" else 0.62) * d.double())).all()
 
 
 def test_direct_calls_are_checked(isa):

@@ -51,11 +51,21 @@ def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
         ({"missing_eos_penalty": 1.0, "missing_eos_score": -1.0}, "both set"),
         ({"truncation": "bootstrap", "missing_eos_penalty": 1.0}, "bootstrap"),
         ({"total_episodes": 0}, "total_episodes is 0"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"report_to": "nope"}, "report_to is 'nope', which isn't among the trackers .*; install it, or use none"),
     ],
 )
 def test_bad_values_are_named(settings, message):
     with pytest.raises(UserError, match=message):
         config(**settings)
+
+
+def test_a_tracker_that_is_installed_is_accepted(monkeypatch):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
+    assert config(report_to="tensorboard", seed=2**32 - 1).report_to == "tensorboard"
+    with pytest.raises(UserError, match=r"installed here \(tensorboard\)"):
+        config(report_to="wandb")
 
 
 def test_yaml_values_are_read_as_what_they_mean():
