@@ -520,6 +520,26 @@ def test_k3_is_exact_and_not_negative_for_tiny_updates(isa):
             assert abs(float(sums[k] - wanted)) < 4 * EPS * float(scale), (size, k)
 
 
+@pytest.mark.parametrize("objective", [0, 1])
+@pytest.mark.parametrize(("clip_high", "dual_clip"), [(2.0, None), (2.0, 3.0), (math.inf, None)])
+def test_special_values_agree_with_plain_pytorch(isa, objective, clip_high, dual_clip):
+    """Infinities, NaN, ratios on a bound, advantages of 0: the loss and the gradient of each token by itself."""
+    values = torch.tensor([0.0, -1.0, math.log(3.0), 200.0, -200.0, math.inf, -math.inf, math.nan])
+    advantages = torch.tensor([0.0, 1.0, -1.0, math.inf, math.nan])
+    grid = [x.reshape(-1, 1, 1) for x in torch.meshgrid(values, values, advantages, indexing="ij")]
+    live, one = torch.ones(1, 1, dtype=torch.bool), torch.ones(1)
+
+    def run() -> Tensor:
+        settings = None, None, 0.2, clip_high, dual_clip, objective, 0.0, 0.0, 3
+        tokens = (OPS.ppo_loss(*token, live, one, *settings) for token in zip(*grid, strict=True))
+        return torch.tensor([(loss.item(), gradient.item()) for loss, gradient, *_ in tokens])
+
+    got = run()
+    with backends.force("eager"):
+        wanted = run()
+    assert torch.allclose(got, wanted, rtol=4 * EPS, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 17), (5, 1), (7, 3), (3, 100), (2, 5000), (0, 4), (4, 0)])
 def test_token_ops_agree_with_plain_pytorch_at_every_shape(isa, shape):
     """Vectors cross rows in most of these shapes."""
