@@ -1,14 +1,15 @@
 // gae: advantages, returns and the moments of the live advantages of [B, T], in one backward pass over each row.
 //
 // Pipeline: rows in parallel -> each row from its last token to its first, two numbers carried: the advantage and the
-// value of the next live token -> per row count, sum and sum of squares about the row's own last live advantage -> rows
-// combined in order.
+// value of the next live token -> per row count, sum and sum of squares about the row's own last live advantage ->
+// rows combined in order.
 //
-// Numerics: the recursion runs in double for float32 too (it is a chain of dependent additions: width costs no time) and
-// is rounded once, so errors don't build up over T. Moments are those of the rounded advantages; squares are taken about
-// an advantage of the row and rows are joined by the parallel-variance formula (Chan, Golub, LeVeque 1979), so a mean far
-// from zero costs no digits. A row belongs to one thread and the order of rows is fixed: the same bits for any number of
-// threads. The chain leaves nothing to vectorise, hence one copy for all instruction sets.
+// Numerics: the recursion runs in double for float32 too (it is a chain of dependent additions: width costs no time)
+// and is rounded once, so errors don't build up over T. Moments are those of the rounded advantages; squares are
+// taken about an advantage of the row and rows are joined by the parallel-variance formula (Chan, Golub, LeVeque
+// 1979), so a mean far from zero costs no digits. A row belongs to one thread and the order of rows is fixed: the
+// same bits for any number of threads. The chain leaves nothing to vectorise, hence one copy for all instruction
+// sets.
 #include "parallel.h"
 #include "tensors.h"
 
@@ -59,8 +60,8 @@ Moments gae_row(const S* rewards, const S* values, const bool* mask, int64_t T, 
 }
 
 template <class S>
-std::tuple<Tensor, Tensor, Tensor> gae_of(const Tensor& rewards_, const Tensor& values_, const Tensor& mask_, double gamma,
-                                          double lam, const std::optional<Tensor>& bootstrap_values) {
+std::tuple<Tensor, Tensor, Tensor> gae_of(const Tensor& rewards_, const Tensor& values_, const Tensor& mask_,
+                                          double gamma, double lam, const std::optional<Tensor>& bootstrap_values) {
   const int64_t B = rewards_.size(0), T = rewards_.size(1);
   const ScalarType dtype = scalar_type_of<S>;
   const S* rewards = data<S>(rewards_, "rewards", dtype, {B, T});

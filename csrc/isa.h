@@ -1,7 +1,8 @@
 // Which instruction set the kernels use, chosen at run time.
 //
-// Every kernel is compiled once per level from one source (for_each_isa.h), each copy in a namespace of its own, so that
-// no inline function can be merged across levels. Code outside those namespaces is compiled for the baseline CPU.
+// Every kernel is compiled once per level from one source (for_each_isa.h), each copy in a namespace of its own, so
+// that no inline function can be merged across levels. Code outside those namespaces is compiled for the baseline
+// CPU.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -24,7 +25,7 @@ Isa current_isa();
 
 }  // namespace ppo_fast
 
-// The copy of `function` for the level in force, as a function pointer; variadic because template arguments hold commas.
+// The copy of a function for the level in force, as a pointer; variadic because template arguments hold commas.
 #if PPO_FAST_X86
 #define PPO_FAST_PICK(...)                                                              \
   (::ppo_fast::current_isa() == ::ppo_fast::kAvx512 ? &::ppo_fast::avx512::__VA_ARGS__ \

@@ -60,6 +60,7 @@ STABLE_TORCH_LIBRARY_IMPL(ppo_fast, CompositeExplicitAutograd, m) { m.impl("_set
 
 }  // namespace ppo_fast
 
-static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+static PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() { return PyModule_Create(&module_definition); }

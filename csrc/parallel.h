@@ -11,6 +11,8 @@
 
 namespace ppo_fast {
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // f(begin, end) over disjoint ranges of [0, count); `cost` is the work of one index in elements touched. Threads start
 // from 32768 elements (some 5 microseconds) each.
 template <class F> void parallel(int64_t count, int64_t cost, const F& f) {
@@ -23,7 +25,7 @@ constexpr int64_t kTokenBlock = 4096;
 
 // The sums of f(begin, end, partial [Count]) over blocks of tokens.
 template <int Count, class F> std::vector<double> sum_over_tokens(int64_t tokens, const F& f) {
-  const int64_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  const int64_t blocks = ceil_div(tokens, kTokenBlock);
   std::vector<double> partial(static_cast<size_t>(blocks) * Count), sums(Count, 0.0);
   parallel(blocks, kTokenBlock * 4, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {

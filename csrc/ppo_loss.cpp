@@ -1,13 +1,13 @@
 // ppo_loss: the clipped policy loss, its gradient and every statistic of [B, T] tokens in one pass.
 //
-// Pipeline: blocks of 4096 flat tokens -> vectors of tokens, masked inputs replaced by zero -> the mathematics of a token
-// (ppo_token.h, the one place it stands in) -> gradient to memory, twelve sums to per-lane doubles -> blocks added in
-// order. Nothing is read twice and nothing of size [B, T] is written but the gradients.
+// Pipeline: blocks of 4096 flat tokens -> vectors of tokens, masked inputs replaced by zero -> the mathematics of a
+// token (ppo_token.h, the one place it stands in) -> gradient to memory, twelve sums to per-lane doubles -> blocks
+// added in order. Nothing is read twice and nothing of size [B, T] is written but the gradients.
 //
-// Numerics: a token is computed in the stat dtype; the ratio is within 1.5 ulp, and ratio - 1 and the k3 estimator keep
-// full relative precision near ratio 1, where subtracting 1 from a float32 ratio would leave few digits. Sums are
-// double, in an order fixed by the shape: the same bits for any number of threads. A token's own result does not depend
-// on its place in a vector.
+// Numerics: a token is computed in the stat dtype; the ratio is within 1.5 ulp, and ratio - 1 and the k3 estimator
+// keep full relative precision near ratio 1, where subtracting 1 from a float32 ratio would leave few digits. Sums
+// are double, in an order fixed by the shape: the same bits for any number of threads. A token's own result does not
+// depend on its place in a vector.
 #include <limits>
 
 #include "parallel.h"
@@ -44,24 +44,6 @@ namespace ppo_fast {
 namespace {
 
 template <class S>
-std::tuple<Tensor, Tensor, Tensor, Tensor> run(PpoLossArguments<S> arguments, int64_t B, int64_t T, bool has_entropy) {
-  const ScalarType dtype = scalar_type_of<S>;
-  Tensor loss = empty({}, dtype), d_logprobs = empty({B, T}, dtype), sums = empty({kPpoSums - 1}, ScalarType::Double);
-  Tensor d_entropy = has_entropy ? empty({B, T}, dtype) : empty({0}, dtype);
-  arguments.T = T;
-  arguments.d_logprobs = writable<S>(d_logprobs);
-  arguments.d_entropy = has_entropy ? writable<S>(d_entropy) : nullptr;
-
-  auto* tokens = &portable::ppo_loss_tokens<S>;
-  if constexpr (std::is_same_v<S, float>) tokens = PPO_FAST_PICK(ppo_loss_tokens<float>);
-  const std::vector<double> totals = sum_over_tokens<kPpoSums>(
-      B * T, [&](int64_t begin, int64_t end, double* partial) { tokens(arguments, begin, end, partial); });
-  for (int k = 0; k < kPpoSums - 1; ++k) writable<double>(sums)[k] = totals[static_cast<size_t>(k)];
-  *writable<S>(loss) = static_cast<S>(totals[kPpoSums - 1]);
-  return {loss, d_logprobs, d_entropy, sums};
-}
-
-template <class S>
 std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
     const Tensor& logprobs, const Tensor& old_logprobs, const Tensor& advantages, const Tensor& mask,
     const Tensor& row_weights, const std::optional<Tensor>& entropy, const std::optional<Tensor>& ref_logprobs,
@@ -69,6 +51,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
     double kl_coef, int64_t kl_estimator) {
   const int64_t B = logprobs.size(0), T = logprobs.size(1);
   const ScalarType dtype = scalar_type_of<S>;
+  Tensor loss = empty({}, dtype), d_logprobs = empty({B, T}, dtype), sums = empty({kPpoSums - 1}, ScalarType::Double);
+  Tensor d_entropy = entropy.has_value() ? empty({B, T}, dtype) : empty({0}, dtype);
   check(objective == 0 || objective == 1, "objective", "0 (PPO) or 1 (CISPO)");
   check(kl_estimator >= 1 && kl_estimator <= 3, "kl_estimator", "1, 2 or 3");
   PpoLossArguments<S> a{};
@@ -79,6 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
   a.row_weights = data<S>(row_weights, "row_weights", dtype, {B});
   a.entropy = optional_data<S>(entropy, "entropy", dtype, {B, T});
   a.ref_logprobs = optional_data<S>(ref_logprobs, "ref_logprobs", dtype, {B, T});
+  a.T = T;
   a.low = 1.0 - clip_low;
   a.high = 1.0 + clip_high;
   a.dual_clip = dual_clip.value_or(std::numeric_limits<double>::infinity());
@@ -86,7 +71,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
   a.entropy_coef = entropy_coef;
   a.kl_coef = kl_coef;
   a.kl_estimator = static_cast<int>(kl_estimator);
-  return run<S>(a, B, T, entropy.has_value());
+  a.d_logprobs = writable<S>(d_logprobs);
+  a.d_entropy = entropy.has_value() ? writable<S>(d_entropy) : nullptr;
+
+  auto* tokens = &portable::ppo_loss_tokens<S>;
+  if constexpr (std::is_same_v<S, float>) tokens = PPO_FAST_PICK(ppo_loss_tokens<float>);
+  const std::vector<double> totals = sum_over_tokens<kPpoSums>(
+      B * T, [&](int64_t begin, int64_t end, double* partial) { tokens(a, begin, end, partial); });
+  for (int k = 0; k < kPpoSums - 1; ++k) writable<double>(sums)[k] = totals[static_cast<size_t>(k)];
+  *writable<S>(loss) = static_cast<S>(totals[kPpoSums - 1]);
+  return {loss, d_logprobs, d_entropy, sums};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
@@ -101,8 +95,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     double kl_coef, int64_t kl_estimator) {
   check(logprobs.dim() == 2, "logprobs", "[B, T]");
   const auto op = logprobs.scalar_type() == ScalarType::Double ? &ppo_loss_of<double> : &ppo_loss_of<float>;
-  return op(logprobs, old_logprobs, advantages, mask, row_weights, entropy, ref_logprobs, clip_low, clip_high, dual_clip,
-            objective, entropy_coef, kl_coef, kl_estimator);
+  return op(logprobs, old_logprobs, advantages, mask, row_weights, entropy, ref_logprobs, clip_low, clip_high,
+            dual_clip, objective, entropy_coef, kl_coef, kl_estimator);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The PPO mathematics of one token: the only copy in C++. Included after exp.h, inside a namespace of for_each_isa.h: no
-// include guard. V is a vector of float32 lanes or a double; every lane is a token. Conventions, ties among them, are
-// those of ppo_token_terms in ppo_fast/ops/_eager.py.
+// The PPO mathematics of one token: the only copy in C++. Included after exp.h, inside a namespace of for_each_isa.h:
+// no include guard. V is a vector of float32 lanes or a double; every lane is a token. Conventions, ties among them,
+// are those of ppo_token_terms in ppo_fast/ops/_eager.py.
 
 // Settings of a loss, the same for every token.
 template <class V> struct PpoSettings {

@@ -1,19 +1,20 @@
 // selected_logprobs: the log-prob of one token per row of logits [A, B, V], the entropy of the row, and its gradient.
 //
 // Forward: live rows are cut into segments of 16384 columns -> each segment in one pass, memory read once, gives a
-// reference r, sum of exp((x - r) / T) and, if the entropy is wanted, the same sum weighted by x - r -> segments of a row
-// are joined in order. Backward: each element is exp((x - r) / T) * (constant + slope * (x - r)), written once, over the
-// logits or into a fresh tensor past the caches; the token's own element is then set from double arithmetic.
+// reference r, sum of exp((x - r) / T) and, if the entropy is wanted, the same sum weighted by x - r -> segments of a
+// row are joined in order. Backward: each element is exp((x - r) / T) * (constant + slope * (x - r)), written once,
+// over the logits or into a fresh tensor past the caches; the token's own element is then set from double arithmetic.
 //
-// Numerics. Differences x - r are exact for close neighbours wherever the row lies, so logits around -1e4 cost nothing.
-// The reference trails the maximum by at most 2 nats: the entropy is the difference of two numbers of the size of that
-// lag (with 8 nats it lost a digit on peaked rows). Blocks of 2048 are summed in float32 lanes, 32 terms to a lane at
-// AVX-512, and joined in double. The reference's own term is exactly 1, so the total is at least 1, and no log-prob comes
-// out above 0, no entropy below: where a token stands above the reference, the reference alone takes an eighth of it.
-//   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every probability.
-// Rows beyond |lse| > 32 (2e-6) are summed again, the second read coming from a cache; without that, logits at -1e4 would
-// be off by 5e-4 each, all to one side.
-//   Bits depend on the row and its width alone: not on threads, other rows, strides or alignment.
+// Numerics. Differences x - r are exact for close neighbours wherever the row lies, so logits around -1e4 cost
+// nothing. The reference trails the maximum by at most 2 nats: the entropy is the difference of two numbers of the
+// size of that lag (with 8 nats it lost a digit on peaked rows). Blocks of 2048 are summed in float32 lanes, 32 terms
+// to a lane at AVX-512, and joined in double. The reference's own term is exactly 1, so the total is at least 1, and
+// no log-prob comes out above 0, no entropy below: where a token stands above the reference, the reference alone
+// takes an eighth of it.
+//   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every
+// probability. Rows beyond |lse| > 32 (2e-6) are summed again, the second read coming from a cache; without that,
+// logits at -1e4 would be off by 5e-4 each, all to one side.
+//   Bits depend on the row, its width and the instruction set: not on threads, other rows, strides or alignment.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -242,8 +243,9 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
   for (int64_t row = 0; row < A * B; ++row) {
     const double c_row = c ? c[row] : 0, e_row = e ? e[row] : 0;
     const bool live = !mask || mask[row];
-    // A dead row (no gradient arrives) costs no read, unless it is NaN: that shows in its lse.
-    if (!live || lse[row] == -std::numeric_limits<S>::infinity() || (c_row == 0 && e_row == 0 && lse[row] == lse[row])) {
+    // A row no gradient arrives at costs no read, unless it holds NaN, which shows in its lse: 0 * NaN is NaN.
+    const bool dead = c_row == 0 && e_row == 0 && !std::isnan(lse[row]);
+    if (!live || dead || lse[row] == -std::numeric_limits<S>::infinity()) {
       zero.push_back(row);
       continue;
     }
@@ -253,7 +255,8 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
   }
 
   over_segments(static_cast<int64_t>(zero.size()), V, [&](int64_t i, int64_t column, int64_t columns) {
-    std::memset(static_cast<void*>(out[zero[static_cast<size_t>(i)]] + column), 0, static_cast<size_t>(columns) * sizeof(T));
+    void* segment = out[zero[static_cast<size_t>(i)]] + column;
+    std::memset(segment, 0, static_cast<size_t>(columns) * sizeof(T));
   });
 
   const auto sums = row_sums_kernel<T>(false);

@@ -17,6 +17,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 namespace ppo_fast {
@@ -58,7 +60,5 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) {
 
 template <class S> constexpr ScalarType scalar_type_of = ScalarType::Float;
 template <> inline constexpr ScalarType scalar_type_of<double> = ScalarType::Double;
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace ppo_fast

@@ -1,11 +1,12 @@
 // value_loss: the clipped value loss, its gradient and its statistics for [B, T] tokens in one pass.
 //
 // Pipeline: blocks of 4096 flat tokens -> vectors of tokens, masked inputs replaced by zero -> 1/2 max((V - R)^2,
-// (clamp(V, V_old - c, V_old + c) - R)^2) -> gradient to memory, five sums to per-lane doubles -> blocks added in order.
+// (clamp(V, V_old - c, V_old + c) - R)^2) -> gradient to memory, five sums to per-lane doubles -> blocks added in
+// order.
 //
 // Numerics: clamping V itself makes the two squares equal to the bit inside the range, so that `clipped`, strictly
-// larger, counts no rounding; there the gradient is V - R, and 0 where the clipped square is larger. Sums are double, in
-// an order fixed by the shape: the same bits for any number of threads.
+// larger, counts no rounding; there the gradient is V - R, and 0 where the clipped square is larger. Sums are double,
+// in an order fixed by the shape: the same bits for any number of threads.
 #include "parallel.h"
 #include "tensors.h"
 
