@@ -194,6 +194,19 @@ def build_roles(
     return Roles(policy, reference, critic, of_policy, of_value, peft_model, critic_model)
 
 
+def adapter_settings(roles: Roles) -> dict[str, str]:
+    """Each adapter's settings, as text: two runs with equal ones compute the same function of the same weights."""
+    configs = {} if roles.adapters is None else roles.adapters.peft_config
+    return {
+        name: ", ".join(
+            f"{key} {sorted(value) if isinstance(value, set) else value}"
+            for key, value in sorted(config.to_dict().items())
+            if value not in (None, {}, [], False) and key not in ("base_model_name_or_path", "peft_version")
+        )
+        for name, config in configs.items()
+    }
+
+
 def _with_policy_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig | None) -> PeftModel | None:
     if isinstance(model, PeftModel):
         if config is not None:

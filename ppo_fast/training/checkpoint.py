@@ -117,7 +117,17 @@ def _load_rest(folder: Path, roles: Roles) -> dict[str, Any]:
     if roles.critic_model is not None:
         _load_model(roles.critic_model, folder / "value")
     roles.critic.head.load_state_dict(load_file(folder / _HEAD_FILE))
-    return torch.load(folder / _STATE_FILE, weights_only=True)
+    return load_state(folder)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The checkpoint's trainer state alone.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    with _readable(folder):
+        return torch.load(folder / _STATE_FILE, weights_only=True)
 
 
 def load_policy(folder: Path, roles: Roles) -> None:

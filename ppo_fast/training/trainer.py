@@ -26,7 +26,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ppo_fast.errors import UserError
 from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
-from ppo_fast.models.roles import Actor, build_roles
+from ppo_fast.models.roles import Actor, adapter_settings, build_roles
 from ppo_fast.rollout import Rollout, generate
 from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
@@ -281,8 +281,8 @@ class PPOTrainer:
         )
 
     def _load_checkpoint(self, folder: Path) -> None:
+        _refuse_changes(folder, checkpoint.load_state(folder)["made_with"], self._made_with())
         state = checkpoint.load(folder, self.roles)
-        _refuse_changes(folder, state["made_with"], self._made_with())
         self.state.global_step = state["iteration"]
         self.kl_coef = state["kl_coef"]
         for optimizer, saved in zip((self.optimizers.policy, self.optimizers.value), state["optimizers"], strict=True):
@@ -298,7 +298,12 @@ class PPOTrainer:
         """What must not change between a run and its resumption."""
         settings = {name: value for name, value in dataclasses.asdict(self.args).items() if name not in _MAY_CHANGE}
         identity = self.journal.identity
-        return settings | {"model": identity["model"]["hash"], "data": identity["data"]["hash"]}
+        return settings | {
+            "model": identity["model"]["hash"],
+            "data": identity["data"]["hash"],
+            "rewards": identity["rewards"],
+            "adapters": adapter_settings(self.roles),
+        }
 
     def _begin(self, resume: bool | str | Path) -> None:
         folder = self.journal.folder

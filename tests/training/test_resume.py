@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from ppo_fast.errors import UserError
@@ -20,6 +21,14 @@ class StopAfter(TrainerCallback):
     def on_log(self, args, state, control, **kwargs):
         if state.global_step == self._iteration:
             raise KeyboardInterrupt
+
+
+def other_reward(completion_ids, **_):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def wider_lora():
+    return LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def weights(trainer):
@@ -110,8 +119,8 @@ def test_a_checkpoint_can_be_read_without_running_its_code(make_trainer, tmp_pat
 
 def test_a_checkpoint_of_another_kind_is_named(make_trainer, tmp_path):
     make_trainer(total_episodes=8).train()
-    with pytest.raises(UserError, match="of a LoRA run"):
-        make_trainer(lora=False).train(resume_from_checkpoint=True)
+    with pytest.raises(UserError, match="made with adapters = "):
+        make_trainer(lora=False, total_episodes=8).train(resume_from_checkpoint=True)
     with pytest.raises(UserError, match="is not a checkpoint"):
         make_trainer().train(resume_from_checkpoint=str(tmp_path / "run"))
     shutil.move(tmp_path / "run", tmp_path / "moved")
@@ -145,6 +154,10 @@ def test_later_checkpoints_of_an_abandoned_run_are_put_aside(make_trainer, tmp_p
         ({"temperature": 0.5}, "made with temperature = 0.9, and it is 0.5 now"),
         ({"total_episodes": 64}, "made with total_episodes = 32"),
         ({"trainer": {"train_dataset": [{"prompt": "the hotel"}]}}, "made with data = "),
+        ({"trainer": {"reward_funcs": other_reward}}, r"made with rewards = \['length_reward'\]"),
+        # The same shapes, another policy: only the recorded settings can tell.
+        ({"trainer": {"peft_config": wider_lora()}}, "made with adapters = "),
+        ({"trainer": {"value_model": "head"}}, "made with adapters = "),
     ],
 )
 def test_a_run_is_resumed_with_its_own_settings(make_trainer, tmp_path, change, message):
