@@ -15,9 +15,10 @@ namespace ppo_fast {
 
 // Ordered: a CPU that has a level has every level below it.
 enum Isa : int {
-  kPortable = 0,  // the compiler's baseline: SSE2 on x86-64, NEON on AArch64
-  kAvx2 = 1,      // AVX2, FMA, F16C
-  kAvx512 = 2,    // AVX-512 F, BW, DQ, VL, and all of kAvx2
+  kPortable = 0,    // the compiler's baseline: SSE2 on x86-64, NEON on AArch64
+  kAvx2 = 1,        // AVX2, FMA, F16C
+  kAvx512 = 2,      // AVX-512 F, BW, DQ, VL, and all of kAvx2
+  kAvx512Bf16 = 3,  // AVX-512 BF16: dot products of bfloat16 pairs; kernels without a use for them run as kAvx512
 };
 
 // The level in force.
@@ -28,7 +29,7 @@ Isa current_isa();
 // The copy of a function for the level in force, as a pointer; variadic because template arguments hold commas.
 #if PPO_FAST_X86
 #define PPO_FAST_PICK(...)                                                              \
-  (::ppo_fast::current_isa() == ::ppo_fast::kAvx512 ? &::ppo_fast::avx512::__VA_ARGS__ \
+  (::ppo_fast::current_isa() >= ::ppo_fast::kAvx512 ? &::ppo_fast::avx512::__VA_ARGS__ \
    : ::ppo_fast::current_isa() == ::ppo_fast::kAvx2 ? &::ppo_fast::avx2::__VA_ARGS__   \
                                                     : &::ppo_fast::portable::__VA_ARGS__)
 #else

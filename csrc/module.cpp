@@ -28,7 +28,8 @@ Isa best_isa() {
   if ((xcr0 & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return kPortable;
   if (!(ebx >> 5 & 1)) return kPortable;  // AVX2
   const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-  return (xcr0 & 0xe0) == 0xe0 && (ebx & avx512) == avx512 ? kAvx512 : kAvx2;
+  if ((xcr0 & 0xe0) != 0xe0 || (ebx & avx512) != avx512) return kAvx2;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1) ? kAvx512Bf16 : kAvx512;
 #else
   return kPortable;
 #endif
@@ -44,7 +45,7 @@ int64_t set_isa(int64_t wanted) {
   const Isa best = best_isa();
   if (wanted < -1 || wanted > best) {
     throw std::invalid_argument("level must lie in [-1, " + std::to_string(best) +
-                                "] on this CPU (0 portable, 1 avx2, 2 avx512), got " + std::to_string(wanted));
+                                "] on this CPU (0 portable, 1 avx2, 2 avx512, 3 avx512_bf16), got " + std::to_string(wanted));
   }
   level() = wanted == -1 ? best : static_cast<int>(wanted);
   return level();

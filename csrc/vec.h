@@ -16,6 +16,7 @@ typedef double vd __attribute__((vector_size(4 * W)));
 
 template <class V> struct Scalar { using type = float; };
 template <> struct Scalar<double> { using type = double; };
+template <> struct Scalar<vd> { using type = double; };
 template <class V> constexpr int lanes = sizeof(V) / sizeof(typename Scalar<V>::type);
 
 template <class V> PPO_FAST_FN V splat(double x) {
@@ -276,3 +277,7 @@ template <class V> PPO_FAST_FN auto load_mask_n(const bool* p, int64_t n) {
 template <class V, class Mask> PPO_FAST_FN V load_live_n(Mask live, const typename Scalar<V>::type* p, int64_t n) {
   return live ? load_n<V>(p, n) : splat<V>(0);
 }
+
+// vf to memory past the caches; p is aligned to a vector.
+PPO_FAST_FN void put_past_caches(float* p, vf x) { put<true>(p, x); }
+PPO_FAST_FN void put_past_caches(double* p, vd x) { put<true>(p, x); }

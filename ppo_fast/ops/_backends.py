@@ -31,12 +31,16 @@ _TRITON = {
     "ppo_loss": "ppo_loss",
     "value_loss": "value_loss",
 }
-_ISA_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
+_ISA_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}
 _BEST = -1
 
 
 def _has_kernel(op: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+
+
+def _is_public(op: str) -> bool:
+    return not op.startswith("_") and "backward" not in op
 
 
 @functools.cache
@@ -86,8 +90,8 @@ class Backends:
     def __call__(self) -> dict[str, dict[str, str]]:
         """Per op the path that tensors of each kind of device take now, and under ``"why"`` the reason for it.
 
-        ``{"gae": {"cpu": "avx512", "cuda": "triton"}, ..., "why": {"cpu": "...", "cuda": "..."}}``. A path is avx512,
-        avx2 or portable (the C++ extension), triton, or eager (plain PyTorch). ROCm counts as cuda; every other kind
+        ``{"gae": {"cpu": "avx512", "cuda": "triton"}, ..., "why": {"cpu": "...", "cuda": "..."}}``. A path is
+        avx512_bf16, avx512, avx2 or portable (the C++ extension), triton, or eager (plain PyTorch). ROCm counts as cuda; every other kind
         of device is eager.
         """
         cuda = self._why_not_triton or "triton is installed"
@@ -97,7 +101,7 @@ class Backends:
         cpp = self._why_not_cpp
         if self._best_isa is not None:
             cpp = f"the C++ extension is loaded, the best instruction set of this CPU is {_isa_name(self._best_isa)}"
-        table = {op: {"cpu": self._cpu_path(op), "cuda": self._cuda_path(op)} for op in EAGER if "backward" not in op}
+        table = {op: {"cpu": self._cpu_path(op), "cuda": self._cuda_path(op)} for op in EAGER if _is_public(op)}
         return {
             **table,
             "why": {"cpu": f"{forced}{cpp}", "cuda": f"{forced}{cuda}"},
@@ -114,8 +118,8 @@ class Backends:
     def force(self, name: str) -> Iterator[None]:
         """Within the ``with`` block every op that has the backend ``name`` runs on it; the innermost block wins.
 
-        ``"eager"``: plain PyTorch on every device. ``"portable"``, ``"avx2"``, ``"avx512"``: C++ at that instruction
-        set, on CPU tensors. ``"triton"``: the Triton kernels on CPU tensors too, which needs TRITON_INTERPRET=1. Not
+        ``"eager"``: plain PyTorch on every device. ``"portable"``, ``"avx2"``, ``"avx512"``, ``"avx512_bf16"``: C++
+        at that instruction set, on CPU tensors. ``"triton"``: the Triton kernels on CPU tensors too, which needs TRITON_INTERPRET=1. Not
         thread-safe.
 
         Raises ValueError for a name that is unknown or not available here.
@@ -145,7 +149,8 @@ class Backends:
     def _cpu_path(self, op: str) -> str:
         if self._override == "eager" or (self._override == "triton" and op in _TRITON):
             return self._override
-        return "eager" if self._isa is None or not _has_kernel(op, "CPU") else _isa_name(self._isa)
+        primitive = "_head_forward" if op.startswith("linear_") else op
+        return "eager" if self._isa is None or not _has_kernel(primitive, "CPU") else _isa_name(self._isa)
 
     def _cuda_path(self, op: str) -> str:
         return "eager" if self._override == "eager" or self._why_not_triton or op not in _TRITON else "triton"

@@ -64,8 +64,8 @@ def linear_ppo_loss(
     where every argument is explained. The entropy is always in the statistics; with entropy_coef > 0 it has a gradient.
 
     Args:
-        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 64 MiB on CPU and 512 MiB
-            elsewhere, at least 16. The result does not depend on it but for rounding.
+        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 512 MiB
+            elsewhere, at least 32. The result does not depend on it but for rounding.
 
     Returns:
         the loss to minimise, 0-d float32 (float64 for a float64 weight), differentiable in ``hidden``, ``weight`` and

@@ -78,8 +78,8 @@ def linear_token_loss(
         rows: tensors of any dtype whose leading dimensions are those of ``token_ids``; the function gets them cut to
             its tokens, ``[n, ...]``. Constants: none may require grad.
         entropy_grad: False passes the entropy as a constant.
-        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 64 MiB on CPU and 512 MiB
-            elsewhere, at least 16.
+        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 512 MiB
+            elsewhere, at least 32.
         verify: call the function on all tokens at once, reversed, in halves and doubled, and compare; one more product
             with the output layer. For trying out a new loss, not for training.
 

@@ -1,0 +1,662 @@
+// _head_forward and _head_backward: an output layer applied to a chunk of tokens, the softmax of its logits, and the
+// gradient of both; the two primitives under every linear_* op (ppo_fast/ops/_chunks.py).
+//
+// Forward: hidden [n, H] is packed into panels of up to 32 tokens, [word][token] -> the vocabulary is cut into about 64
+// segments, which threads take one by one; a segment goes block by block (96 rows, less for large H, so that a block
+// stays in the second-level cache), each block against every panel, 12 rows x 32 tokens of accumulators at a time.
+// Tokens sit in vector lanes, so the running maximum, the exponentials and their sums are taken from the accumulators
+// with no horizontal step, and the token's own logit is picked out in passing. Logits go to memory only if a backward
+// pass will want them, past the caches, in the same layout [panel][vocabulary row][token]. The weight is read in place,
+// once a chunk; while one block is multiplied the next is fetched.
+// Backward: a segment turns a block of logits into its gradient (dropping tokens that have none), d_hidden += weight.T
+// @ gradient in a buffer of the thread's own, d_weight += gradient @ hidden in place. All three products are the one
+// register tile of multiply.h.
+//
+// Numerics. bfloat16 pairs multiply exactly into float32 accumulators where the CPU has AVX512-BF16; elsewhere 16-bit
+// weights are widened block by block. Logits are float32 and never rounded. The reference of the exponentials is the
+// true maximum so far: its own term is exactly 1, so no log-prob comes out above 0, no entropy below. Sums run in
+// float32 over one block and in double from there. The gradient is formed in float32, at the token itself from expm1 in
+// double; it is rounded to bfloat16 only as an operand of bfloat16 dot products.
+//   Segments depend on the shape alone and are combined in order, the sums by one thread, d_hidden by whichever thread
+// has finished the next segment: the bits don't depend on the number of threads.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "isa.h"
+#include "linear_head.h"
+#include "parallel.h"
+#include "tensors.h"
+
+#define PPO_FAST_WANTS_BF16
+#define PPO_FAST_BODY "linear_head_rows.h"
+#include "for_each_isa.h"
+
+namespace ppo_fast {
+namespace {
+
+constexpr int64_t kSegments = 64;
+constexpr int64_t kBlockBytes = 384 * 1024;   // of weight
+
+// ------------------------------------------------------------------------------------------------------- kernel choice
+
+template <class E> HeadKernels<E> kernels() { return PPO_FAST_PICK(head_kernels<E>)(); }
+#if PPO_FAST_X86
+template <> HeadKernels<Bf16Pair> kernels<Bf16Pair>() { return avx512_bf16::head_kernels<Bf16Pair>(); }
+#endif
+
+// Memory aligned to a cache line, not initialised. Made outside of parallel regions, since it may throw.
+template <class X> class Buffer {
+ public:
+  explicit Buffer(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(X) + 63) / 64 * 64;
+    memory_.reset(static_cast<X*>(std::aligned_alloc(64, bytes)));
+    if (!memory_) throw std::bad_alloc();
+  }
+  X* get() const { return memory_.get(); }
+  X& operator[](int64_t i) const { return memory_.get()[i]; }
+
+ private:
+  struct Free {
+    void operator()(X* p) const { std::free(p); }
+  };
+  std::unique_ptr<X[], Free> memory_;
+};
+
+// ------------------------------------------------------------------------------------------------------------- geometry
+
+// How the tokens of a chunk lie in panels.
+struct Panels {
+  int64_t tokens, width, lanes;  // width = 2 * lanes
+
+  int64_t count() const { return ceil_div(tokens, width); }
+  int64_t size(int64_t p) const { return std::min(width, tokens - p * width); }
+  // Vectors to a panel: the last may be narrow.
+  int vectors(int64_t p) const { return size(p) > lanes ? 2 : 1; }
+  int64_t stride(int64_t p) const { return vectors(p) * lanes; }
+  // Lanes in all panels together.
+  int64_t padded() const { return (count() - 1) * width + stride(count() - 1); }
+};
+
+// How the vocabulary is cut.
+struct Cuts {
+  int64_t V, block, segment;
+
+  Cuts(int64_t V_, int64_t row_bytes) : V(V_) {
+    block = std::clamp<int64_t>(kBlockBytes / row_bytes / 24 * 24, 24, kMaxBlockRows);
+    segment = ceil_div(ceil_div(V, block), kSegments) * block;
+  }
+  int64_t segments() const { return ceil_div(V, segment); }
+};
+
+// Segments for whichever thread is free. Each thread learns its next one early, to fetch the memory ahead.
+class Queue {
+ public:
+  explicit Queue(int64_t count) : count_(count) {}
+  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  bool holds(int64_t segment) const { return segment < count_; }
+
+ private:
+  const int64_t count_;
+  std::atomic<int64_t> next_{0};
+};
+
+// f(thread) once for every thread there is.
+template <class F> void on_threads(int64_t threads, const F& f) {
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) f(t);
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------------- weights
+
+// The rows of the weight, block by block, in the two forms that products read: in place where they can.
+template <class T, class E> class Weight {
+ public:
+  using Word = typename E::Word;
+  using Element = typename E::Element;
+
+  Weight(const Tensor& weight, int64_t block, int64_t threads)
+      : memory_(static_cast<const T*>(weight.const_data_ptr())),
+        V_(weight.size(0)),
+        H_(weight.size(1)),
+        row_(weight.stride(0)),
+        column_(weight.stride(1)),
+        block_(block) {
+    const bool whole_words = E::per_word == 1 || (H_ % 2 == 0 && row_ % 2 == 0);
+    in_place_ = (H_ == 1 || column_ == 1) && whole_words;
+    even_ = ceil_div(H_, E::per_word) * E::per_word;
+    dense_.reset(new Buffer<T>(in_place_ ? 0 : threads * block * even_));
+    wide_.reset(new Buffer<Element>(sizeof(T) == sizeof(Element) ? 0 : threads * block * H_));
+  }
+
+  // Rows [v, v + rows) as elements; `row` is set to the distance between rows, an even number for pairs.
+  const Element* elements(int64_t thread, int64_t v, int64_t rows, int64_t& row) {
+    const T* source = dense_rows(thread, v, rows, row);
+    if constexpr (sizeof(T) == sizeof(Element)) {
+      return reinterpret_cast<const Element*>(source);
+    } else {
+      const auto widen = PPO_FAST_PICK(widen<T>);
+      Element* out = wide_->get() + thread * block_ * H_;
+      for (int64_t i = 0; i < rows; ++i) widen(source + i * row, H_, out + i * H_);
+      row = H_;
+      return out;
+    }
+  }
+
+  // The same as words along H.
+  const Word* words(int64_t thread, int64_t v, int64_t rows, int64_t& row) {
+    const Element* source = elements(thread, v, rows, row);
+    row /= E::per_word;
+    return reinterpret_cast<const Word*>(source);
+  }
+
+  // The memory of rows [v, v + rows), to be fetched in `steps` steps.
+  Ahead ahead(int64_t v, int64_t rows, int64_t steps) const {
+    if (v >= V_ || column_ != 1) return {nullptr, nullptr, 0};
+    const char* begin = reinterpret_cast<const char*>(memory_ + v * row_);
+    const char* end = reinterpret_cast<const char*>(memory_ + (std::min(V_, v + rows) - 1) * row_ + H_);
+    return {begin, end, ceil_div(ceil_div(end - begin, 64), std::max<int64_t>(steps, 1))};
+  }
+
+ private:
+  const T* dense_rows(int64_t thread, int64_t v, int64_t rows, int64_t& stride) {
+    const T* source = memory_ + v * row_;
+    stride = row_;
+    if (in_place_) return source;
+    stride = even_;
+    T* out = dense_->get() + thread * block_ * even_;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t k = 0; k < H_; ++k) out[i * even_ + k] = source[i * row_ + k * column_];
+      for (int64_t k = H_; k < even_; ++k) out[i * even_ + k] = T(0.0f);
+    }
+    return out;
+  }
+
+  const T* memory_;
+  int64_t V_, H_, row_, column_, block_, even_;
+  bool in_place_;
+  std::unique_ptr<Buffer<T>> dense_;
+  std::unique_ptr<Buffer<Element>> wide_;
+};
+
+// One word of an operand from the elements that share it.
+template <class T, class E> typename E::Word word(T first, T second) {
+  if constexpr (E::per_word == 1) {
+    (void)second;
+    return static_cast<typename E::Word>(first);
+  } else {
+    uint16_t low, high;
+    std::memcpy(&low, &first, 2);
+    std::memcpy(&high, &second, 2);
+    return low | static_cast<uint32_t>(high) << 16;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ arguments
+
+// The rows of a chunk and what is done to their logits.
+template <class T> struct Chunk {
+  using S = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  static constexpr ScalarType dtype = scalar_type_of<S>;
+
+  const T* hidden;
+  int64_t row, column;  // strides of hidden
+  int64_t n, H, V;
+  const int64_t* ids;
+  const S* temperature;  // null for 1
+  double cap, logit_scale;
+
+  Chunk(const Tensor& hidden_, const Tensor& weight, const Tensor& token_ids,
+        const std::optional<Tensor>& temperature_, std::optional<double> softcap, double logit_scale_) {
+    check(hidden_.is_cpu() && hidden_.dim() == 2, "hidden", "a CPU tensor [n, H]");
+    check(weight.is_cpu() && weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) > 0, "weight",
+          "a CPU tensor [V, H], not empty");
+    check(hidden_.scalar_type() == weight.scalar_type(), "hidden", "of the dtype of weight");
+    check(hidden_.size(1) == weight.size(1), "hidden", "as wide as weight");
+    hidden = static_cast<const T*>(hidden_.const_data_ptr());
+    row = hidden_.stride(0);
+    column = hidden_.stride(1);
+    n = hidden_.size(0);
+    H = hidden_.size(1);
+    V = weight.size(0);
+    ids = data<int64_t>(token_ids, "token_ids", ScalarType::Long, {n});
+    temperature = optional_data<S>(temperature_, "temperature", dtype, {n});
+    cap = softcap.value_or(0);
+    logit_scale = logit_scale_;
+    for (int64_t t = 0; t < n; ++t) {
+      if (ids[t] < 0 || ids[t] >= V) {
+        throw std::out_of_range("token_ids must lie in [0, " + std::to_string(V) + "), got " + std::to_string(ids[t]));
+      }
+    }
+  }
+
+  T at(int64_t t, int64_t k) const { return hidden[t * row + k * column]; }
+  double temperature_of(int64_t t) const { return temperature ? temperature[t] : 1.0; }
+  // From a stored logit to the softmax: a softcap has the logit scale behind it.
+  double scale_of(int64_t t) const { return (cap == 0 ? logit_scale : 1.0) / temperature_of(t); }
+};
+
+// Stored logits [panel][V][stride of the panel].
+template <class S> struct Stored {
+  S* memory;
+  Panels panels;
+  int64_t V;
+
+  S* at(int64_t p, int64_t v) const { return memory + p * V * panels.width + v * panels.stride(p); }
+};
+
+template <class S> S* logits_memory(const Tensor& logits, const Panels& panels, int64_t V) {
+  check(logits.is_cpu() && logits.scalar_type() == scalar_type_of<S> && logits.is_contiguous() &&
+            logits.numel() >= panels.padded() * V,
+        "logits", "a contiguous CPU tensor of the statistics' dtype, [n rounded up to 32, V]");
+  return writable<S>(logits);
+}
+
+// -------------------------------------------------------------------------------------------------------------- forward
+
+// What a segment of the vocabulary amounts to for one token.
+template <class S> struct Part {
+  S peak, target;
+  double total, weighted;
+};
+
+template <class T, class E>
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Chunk<T>& x, const Tensor& weight_,
+                                                   const std::optional<Tensor>& bias_,
+                                                   const std::optional<Tensor>& logits_, bool want_entropy) {
+  using S = typename E::Stat;
+  using Word = typename E::Word;
+  const HeadKernels<E> k = kernels<E>();
+  const Panels panels{x.n, 2 * k.lanes, k.lanes};
+  const S* bias = optional_data<S>(bias_, "bias", Chunk<T>::dtype, {x.V});
+  Tensor logprobs = empty({x.n}, Chunk<T>::dtype), peak = empty({x.n}, Chunk<T>::dtype),
+         total = empty({x.n}, Chunk<T>::dtype), entropy = empty({want_entropy ? x.n : 0}, Chunk<T>::dtype);
+  if (x.n == 0) return {logprobs, entropy, peak, total};
+  const Stored<S> logits{logits_.has_value() ? logits_memory<S>(*logits_, panels, x.V) : nullptr, panels, x.V};
+
+  const int64_t words = ceil_div(x.H, E::per_word), count = panels.count();
+  Buffer<Word> hidden(words * panels.padded());
+  parallel(count, x.H * panels.width, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      Word* out = hidden.get() + p * words * panels.width;
+      for (int64_t j = 0; j < words; ++j) {
+        for (int64_t lane = 0; lane < panels.stride(p); ++lane) {
+          const int64_t t = p * panels.width + lane, h = j * E::per_word;
+          *out++ = t < x.n ? word<T, E>(x.at(t, h), h + 1 < x.H ? x.at(t, h + 1) : T(0.0f)) : Word(0);
+        }
+      }
+    }
+  });
+
+  std::vector<std::vector<Target>> targets(static_cast<size_t>(count));
+  for (int64_t p = 0; p < count; ++p) {
+    auto& of_panel = targets[static_cast<size_t>(p)];
+    for (int64_t lane = 0; lane < panels.size(p); ++lane) of_panel.push_back({x.ids[p * panels.width + lane], lane});
+    of_panel.push_back({std::numeric_limits<int64_t>::max(), 0});
+    std::sort(of_panel.begin(), of_panel.end(), [](const Target& a, const Target& b) { return a.id < b.id; });
+  }
+
+  const Cuts cuts(x.V, words * int64_t{sizeof(Word)});
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), cuts.segments());
+  Weight<T, E> weight(weight_, cuts.block, threads);
+  Buffer<LaneSums<S>> sums(threads * count);
+  Buffer<Part<S>> parts(cuts.segments() * x.n);
+  const int64_t steps = count * ceil_div(cuts.block, panels.vectors(0) == 2 ? 12 : 24) * ceil_div(words, 16);
+  Queue queue(cuts.segments());
+
+  const auto begin_segment = [&](LaneSums<S>& s, int64_t p, int64_t v) {
+    for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
+      const int64_t t = p * panels.width + lane;
+      s.scale[lane] = static_cast<S>(lane < panels.size(p) ? x.scale_of(t) : 1.0);
+      s.peak[lane] = s.joined_peak[lane] = std::numeric_limits<S>::lowest();
+      s.total[lane] = s.weighted[lane] = s.target[lane] = 0;
+      s.joined_total[lane] = s.joined_weighted[lane] = 0;
+    }
+    s.next = targets[static_cast<size_t>(p)].data();
+    while (s.next->id < v) ++s.next;
+  };
+  on_threads(threads, [&](int64_t thread) {
+    LaneSums<S>* const own = sums.get() + thread * count;
+    for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
+      following = queue.take();
+      const int64_t first = segment * cuts.segment, last = std::min(x.V, first + cuts.segment);
+      for (int64_t p = 0; p < count; ++p) begin_segment(own[p], p, first);
+      for (int64_t v = first; v < last; v += cuts.block) {
+        const int64_t rows = std::min(cuts.block, last - v);
+        const int64_t next = v + cuts.block < last ? v + cuts.block : following * cuts.segment;
+        Ahead ahead = weight.ahead(next, cuts.block, steps);
+        ScoreBlock<E> block;
+        block.weight = weight.words(thread, v, rows, block.weight_row);
+        block.words = words;
+        block.rows = rows;
+        block.first = v;
+        block.bias = bias ? bias + v : nullptr;
+        block.cap = static_cast<S>(x.cap);
+        block.into_cap = static_cast<S>(x.cap == 0 ? 0 : x.logit_scale / x.cap);
+        for (int64_t p = 0; p < count; ++p) {
+          block.hidden = hidden.get() + p * words * panels.width;
+          block.logits = logits.memory ? logits.at(p, v) : nullptr;
+          block.sums = own + p;
+          k.score[panels.vectors(p) - 1](block, ahead);
+          k.join(own[p], panels.stride(p));
+        }
+      }
+      for (int64_t t = 0; t < x.n; ++t) {
+        const LaneSums<S>& s = own[t / panels.width];
+        const int64_t lane = t % panels.width;
+        const bool met = first <= x.ids[t] && x.ids[t] < last;
+        parts[segment * x.n + t] = {s.joined_peak[lane], met ? s.target[lane] : S(0), s.joined_total[lane],
+                                    s.joined_weighted[lane]};
+      }
+    }
+  });
+
+  S *logprobs_ = writable<S>(logprobs), *entropy_ = writable<S>(entropy), *peak_ = writable<S>(peak),
+    *total_ = writable<S>(total);
+  for (int64_t t = 0; t < x.n; ++t) {
+    const double scale = x.scale_of(t);
+    double top = std::numeric_limits<S>::lowest(), sum = 0, weighted = 0;
+    for (int64_t s = 0; s < cuts.segments(); ++s) top = std::max<double>(top, parts[s * x.n + t].peak);
+    for (int64_t s = 0; s < cuts.segments(); ++s) {
+      const Part<S>& part = parts[s * x.n + t];
+      if (part.total == 0) continue;  // nothing but -inf
+      const double drop = part.peak - top, rescale = std::exp(scale * drop);
+      weighted += rescale * (part.weighted + part.total * drop);
+      sum += rescale * part.total;
+    }
+    const double target = parts[x.ids[t] / cuts.segment * x.n + t].target, log_sum = std::log(sum);
+    peak_[t] = static_cast<S>(top);
+    total_[t] = static_cast<S>(sum);
+    logprobs_[t] = static_cast<S>(scale * (target - top) - log_sum);
+    if (want_entropy) entropy_[t] = static_cast<S>(log_sum - scale * weighted / sum);
+    if (sum == 0) {  // every logit is -inf
+      logprobs_[t] = -std::numeric_limits<S>::infinity();
+      if (want_entropy) entropy_[t] = 0;
+    }
+  }
+  return {logprobs, entropy, peak, total};
+}
+
+// ------------------------------------------------------------------------------------------------------------- backward
+
+// A token that has a gradient.
+template <class S> struct Alive {
+  int64_t t;
+  S own;  // the gradient at the token's own logit
+};
+
+template <class S> struct RowResults {
+  const S *logprobs, *entropy, *peak, *total, *c, *e;  // e null without a gradient of the entropy; entropy then unused
+};
+
+template <class T, class E>
+Tensor backward(const Chunk<T>& x, const Tensor& weight_, const Tensor& logits_,
+                const RowResults<typename E::Stat>& r, bool need_hidden, typename E::Stat* d_weight,
+                typename E::Stat* d_bias) {
+  using S = typename E::Stat;
+  using Word = typename E::Word;
+  const HeadKernels<E> k = kernels<E>();
+  const Panels all{x.n, 2 * k.lanes, k.lanes};
+  Tensor d_hidden = empty({need_hidden ? x.n : 0, x.H}, Chunk<T>::dtype);
+  S* d_hidden_ = writable<S>(d_hidden);
+  std::fill_n(d_hidden_, d_hidden.numel(), S(0));
+  if (x.n == 0) return d_hidden;
+  const Stored<S> stored{logits_memory<S>(logits_, all, x.V), all, x.V};
+
+  std::vector<int64_t> alive;
+  for (int64_t t = 0; t < x.n; ++t) {
+    if ((r.c[t] != 0 || (r.e && r.e[t] != 0)) && r.total[t] != 0) alive.push_back(t);
+  }
+  if (alive.empty()) return d_hidden;
+  const Panels panels{static_cast<int64_t>(alive.size()), all.width, all.lanes};
+  const int64_t count = panels.count();
+  const bool dense = panels.tokens == x.n;
+
+  // The factors of each lane, and the gradients at the tokens themselves in the order of the vocabulary.
+  Buffer<GradientLanes<S>> lanes(count);
+  std::vector<Target> own_at;
+  std::vector<S> own(alive.size());
+  for (int64_t i = 0; i < count * panels.width; ++i) {
+    GradientLanes<S>& g = lanes[i / panels.width];
+    const int64_t lane = i % panels.width;
+    g.dense = dense;
+    if (i >= panels.tokens) {  // padding: a gradient of zero made from some logit
+      g.scale[lane] = 1;
+      g.peak[lane] = g.constant[lane] = g.slope[lane] = 0;
+      g.logits[lane] = stored.at(0, 0);
+      g.stride[lane] = all.stride(0);
+      continue;
+    }
+    const int64_t t = alive[static_cast<size_t>(i)], p = t / all.width;
+    const double scale = x.scale_of(t), chain = x.logit_scale / x.temperature_of(t);
+    const double total = r.total[t], log_total = std::log(total), logp = r.logprobs[t];
+    const double c = r.c[t], e = r.e ? r.e[t] : 0, entropy = r.e ? r.entropy[t] : 0;
+    g.scale[lane] = static_cast<S>(scale);
+    g.peak[lane] = r.peak[t];
+    g.constant[lane] = static_cast<S>(chain * (-c - e * (entropy - log_total)) / total);
+    g.slope[lane] = static_cast<S>(-chain * e * scale / total);
+    g.logits[lane] = stored.at(p, 0) + t % all.width;
+    g.stride[lane] = all.stride(p);
+    const double logit = g.logits[lane][x.ids[t] * g.stride[lane]];
+    const double squash = x.cap == 0 ? 1 : 1 - (logit / x.cap) * (logit / x.cap), prob = std::exp(logp);
+    const double from_entropy = prob == 0 ? 0 : e * prob * (logp + entropy);
+    own[static_cast<size_t>(i)] = static_cast<S>(chain * squash * (-c * std::expm1(logp) - from_entropy));
+    own_at.push_back({x.ids[t], i});
+  }
+  std::sort(own_at.begin(), own_at.end(), [](const Target& a, const Target& b) { return a.id < b.id; });
+
+  // For d_weight: hidden states by blocks of columns, [block][words of all tokens][panel].
+  const auto panel_words = [&](int64_t p) { return panels.stride(p) / E::per_word; };
+  const int64_t words = panels.padded() / E::per_word, column_blocks = ceil_div(x.H, panels.width);
+  Buffer<Word> by_columns(d_weight ? column_blocks * words * panels.width : 0);
+  if (d_weight) {
+    parallel(column_blocks, words * panels.width, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        Word* out = by_columns.get() + b * words * panels.width;
+        for (int64_t i = 0; i < panels.padded(); i += E::per_word) {
+          const auto element = [&](int64_t token, int64_t h) {
+            return token < panels.tokens && h < x.H ? x.at(alive[static_cast<size_t>(token)], h) : T(0.0f);
+          };
+          for (int64_t j = 0; j < panels.width; ++j) {
+            const int64_t h = b * panels.width + j;
+            *out++ = word<T, E>(element(i, h), E::per_word == 2 ? element(i + 1, h) : T(0.0f));
+          }
+        }
+      }
+    });
+  }
+
+  const Cuts cuts(x.V, ceil_div(x.H, E::per_word) * int64_t{sizeof(Word)});
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), cuts.segments());
+  Weight<T, E> weight(weight_, cuts.block, threads);
+  const int64_t lanes_of_block = cuts.block * panels.padded();  // elements of a gradient block
+  Buffer<S> gradients(threads * lanes_of_block);
+  Buffer<Word> pairs(E::per_word == 2 ? threads * 2 * lanes_of_block : 0);
+  const int64_t hidden_size = panels.padded() * x.H;  // [panel][H][lane]
+  Buffer<S> partial(need_hidden ? threads * hidden_size : 0), sum(need_hidden ? hidden_size : 0);
+  std::atomic<int64_t> turn{0};
+  Queue queue(cuts.segments());
+  const int64_t steps = count * ceil_div(x.H, panels.vectors(0) == 2 ? 12 : 24) * ceil_div(cuts.block, 16 * E::per_word);
+
+  on_threads(threads, [&](int64_t thread) {
+    S* const g = gradients.get() + thread * lanes_of_block;
+    Word* const by_row = pairs.get() + thread * 2 * lanes_of_block;
+    Word* const by_token = by_row + lanes_of_block;
+    S* const mine = partial.get() + thread * hidden_size;
+    for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
+      following = queue.take();
+      const int64_t first = segment * cuts.segment, last = std::min(x.V, first + cuts.segment);
+      auto hit = std::lower_bound(own_at.begin(), own_at.end(), first,
+                                  [](const Target& a, int64_t v) { return a.id < v; });
+      for (int64_t v = first; v < last; v += cuts.block) {
+        const int64_t rows = std::min(cuts.block, last - v);
+        for (int64_t p = 0; p < count; ++p) {
+          GradientLanes<S> of_panel = lanes[p];
+          for (int64_t lane = 0; lane < panels.stride(p); ++lane) of_panel.logits[lane] += v * of_panel.stride[lane];
+          k.gradient[panels.vectors(p) - 1](of_panel, rows, static_cast<S>(x.cap), g + p * cuts.block * panels.width);
+        }
+        for (; hit != own_at.end() && hit->id < v + rows; ++hit) {
+          const int64_t p = hit->lane / panels.width, lane = hit->lane % panels.width;
+          g[p * cuts.block * panels.width + (hit->id - v) * panels.stride(p) + lane] =
+              own[static_cast<size_t>(hit->lane)];
+        }
+        if (d_bias) {
+          for (int64_t i = 0; i < rows; ++i) {
+            double total = 0;
+            for (int64_t p = 0; p < count; ++p) {
+              const S* row = g + p * cuts.block * panels.width + i * panels.stride(p);
+              for (int64_t lane = 0; lane < panels.size(p); ++lane) total += row[lane];
+            }
+            d_bias[v + i] += static_cast<S>(total);
+          }
+        }
+        if (need_hidden) {
+          const int64_t next = v + cuts.block < last ? v + cuts.block : following * cuts.segment;
+          Ahead ahead = weight.ahead(next, cuts.block, steps);
+          HiddenProduct<E> product;
+          product.weight = weight.elements(thread, v, rows, product.weight_row);
+          product.rows = rows;
+          product.columns = x.H;
+          product.out = mine;
+          product.panels = count;
+          product.last_vectors = panels.vectors(count - 1);
+          product.add = v != first;
+          product.gradient_panel = cuts.block * panels.width;
+          if constexpr (E::per_word == 2) {
+#if PPO_FAST_X86
+            for (int64_t p = 0; p < count; ++p) {
+              avx512_bf16::pair_gradient_rows(g + p * cuts.block * panels.width, rows, panels.stride(p),
+                                              by_row + p * cuts.block * panels.width);
+            }
+#endif
+            product.gradient = by_row;
+          } else {
+            product.gradient = g;
+          }
+          k.add_hidden(product, ahead);
+        }
+        if (d_weight) {
+          WeightProduct<E> product;
+          if constexpr (E::per_word == 2) {
+#if PPO_FAST_X86
+            for (int64_t p = 0; p < count; ++p) {
+              avx512_bf16::pair_gradient_tokens(g + p * cuts.block * panels.width, rows * panels.stride(p),
+                                                by_token + p * cuts.block * panels.width / 2);
+            }
+#endif
+            product.gradient = by_token;
+          } else {
+            product.gradient = g;
+          }
+          product.panels = count;
+          product.panel_rows = cuts.block;
+          product.wide_words = panels.width / E::per_word;
+          product.last_words = panel_words(count - 1);
+          product.hidden = by_columns.get();
+          product.rows = rows;
+          product.columns = x.H;
+          product.out = d_weight + v * x.H;
+          product.out_row = x.H;
+          Ahead nothing{nullptr, nullptr, 0};
+          k.add_weight(product, nothing);
+        }
+      }
+      if (!need_hidden) continue;
+      // Segments are taken in order, so whoever holds an earlier one is at work on it and this wait ends.
+      while (turn.load(std::memory_order_acquire) != segment) std::this_thread::yield();
+      if (segment == 0) {
+        std::memcpy(sum.get(), mine, static_cast<size_t>(hidden_size) * sizeof(S));
+      } else {
+        for (int64_t i = 0; i < hidden_size; ++i) sum[i] += mine[i];
+      }
+      turn.store(segment + 1, std::memory_order_release);
+    }
+  });
+
+  if (need_hidden) {
+    for (int64_t i = 0; i < panels.tokens; ++i) {
+      const int64_t p = i / panels.width;
+      const S* column = sum.get() + p * panels.width * x.H + i % panels.width;
+      S* out = d_hidden_ + alive[static_cast<size_t>(i)] * x.H;
+      for (int64_t h = 0; h < x.H; ++h) out[h] = column[h * panels.stride(p)];
+    }
+  }
+  return d_hidden;
+}
+
+// ------------------------------------------------------------------------------------------------------------------ ops
+
+// f(element type, operand type), as null pointers.
+template <class F> void by_dtype(const Tensor& weight, const F& f) {
+  switch (weight.scalar_type()) {
+    case ScalarType::Float: return f(static_cast<float*>(nullptr), Single{});
+    case ScalarType::Double: return f(static_cast<double*>(nullptr), Double{});
+    case ScalarType::Half: return f(static_cast<Half*>(nullptr), Single{});
+    case ScalarType::BFloat16:
+#if PPO_FAST_X86
+      if (current_isa() == kAvx512Bf16) return f(static_cast<BFloat16*>(nullptr), Bf16Pair{});
+#endif
+      return f(static_cast<BFloat16*>(nullptr), Single{});
+    default: throw std::invalid_argument("weight must be float32, bfloat16, float16 or float64");
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> head_forward(Tensor hidden,                      // [n, H]
+                                                        Tensor weight,                      // [V, H]
+                                                        std::optional<Tensor> bias,         // [V] stat dtype
+                                                        Tensor token_ids,                   // [n] int64
+                                                        std::optional<Tensor> temperature,  // [n] stat dtype
+                                                        std::optional<double> softcap, double logit_scale,
+                                                        std::optional<Tensor> logits,  // written
+                                                        bool want_entropy) {
+  std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> result;
+  by_dtype(weight, [&](auto* type, auto element) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const Chunk<T> chunk(hidden, weight, token_ids, temperature, softcap, logit_scale);
+    result = forward<T, decltype(element)>(chunk, weight, bias, logits, want_entropy);
+  });
+  return *result;
+}
+
+Tensor head_backward(Tensor hidden, Tensor weight, Tensor token_ids, std::optional<Tensor> temperature,
+                     std::optional<double> softcap, double logit_scale, Tensor logits, Tensor logprobs, Tensor entropy,
+                     Tensor peak, Tensor total, Tensor c, std::optional<Tensor> e, bool need_hidden,
+                     std::optional<Tensor> d_weight,  // [V, H] stat dtype, added to
+                     std::optional<Tensor> d_bias) {  // [V] stat dtype, added to
+  Tensor result = empty({0}, ScalarType::Float);
+  by_dtype(weight, [&](auto* type, auto element) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    using S = typename Chunk<T>::S;
+    constexpr ScalarType dtype = Chunk<T>::dtype;
+    const Chunk<T> x(hidden, weight, token_ids, temperature, softcap, logit_scale);
+    RowResults<S> r;
+    r.logprobs = data<S>(logprobs, "logprobs", dtype, {x.n});
+    r.entropy = e.has_value() ? data<S>(entropy, "entropy", dtype, {x.n}) : nullptr;
+    r.peak = data<S>(peak, "peak", dtype, {x.n});
+    r.total = data<S>(total, "total", dtype, {x.n});
+    r.c = data<S>(c, "c", dtype, {x.n});
+    r.e = optional_data<S>(e, "e", dtype, {x.n});
+    if (d_weight.has_value()) check_tensor(*d_weight, "d_weight", dtype, {x.V, x.H});
+    if (d_bias.has_value()) check_tensor(*d_bias, "d_bias", dtype, {x.V});
+    result = backward<T, decltype(element)>(x, weight, logits, r, need_hidden,
+                                            d_weight.has_value() ? writable<S>(*d_weight) : nullptr,
+                                            d_bias.has_value() ? writable<S>(*d_bias) : nullptr);
+  });
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ppo_fast, CPU, m) {
+  m.impl("_head_forward", TORCH_BOX(&head_forward));
+  m.impl("_head_backward", TORCH_BOX(&head_backward));
+}
+
+}  // namespace ppo_fast
