@@ -9,7 +9,7 @@ A chunk of rows goes through
 
 and is gone: one product for scoring, two with a frozen head, three with a trainable one. The two primitives and the
 `Workspace` they share are all that a device's own kernels have to replace; here they are made of torch operations. Kept
-sets have the same two primitives over the gathered weight rows of each token.
+sets have two primitives of their own, in _kept.py.
 
 Numerics. Logits are never rounded to 16 bits: a 16-bit head is multiplied with float32 output where the vendor's GEMM
 offers that (CUDA), else tile by tile after widening the tile, never the whole weight. The gradient of the logits is
@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_fast.ops._checks import check_ids_in_range, visible
+from ppo_fast.ops._checks import check_ids_in_range
+from ppo_fast.ops._kept import KeptWorkspace, kept_backward, kept_chunk_rows, kept_forward
 from ppo_fast.ops._row_math import Head, RowFactors, Rows, RowSums, Statistics, gradient_, row_factors, shape_logits_
 
 # Vocabulary rows per product. On CPU the tile of logits should stay in the caches while its statistics are taken, and
@@ -90,14 +91,12 @@ def chunk_loop(
         live = None
     count = N if live is None else live.numel()
     kept = rows.kept_ids is not None
-    size = chunk_rows(head, rows, gradients is not None)
-    if chunk_tokens is not None:
-        size = min(size, chunk_tokens) if kept else chunk_tokens
+    size = chunk_tokens or (kept_chunk_rows(head, rows) if kept else chunk_rows(head, gradients is not None))
     size = min(size, max(count, 1))
-    forward: Any = _kept_forward if kept else chunk_forward
-    backward: Any = _kept_backward if kept else chunk_backward
+    forward: Any = kept_forward if kept else chunk_forward
+    backward: Any = kept_backward if kept else chunk_backward
     # Buffers are made once and reused: fresh pages cost more than the arithmetic done in them.
-    space: Any = (KeptWorkspace if kept else Workspace)(head, rows, size, store=gradients is not None)
+    space: Any = KeptWorkspace() if kept else Workspace(head, rows, size, store=gradients is not None)
     # Vendor GEMMs inside must see the dtypes chosen here, whatever autocast region the caller stands in.
     with torch.autocast(head.weight.device.type, enabled=False):
         for start in range(0, max(count, 1), size):
@@ -114,14 +113,11 @@ def chunk_loop(
                 gradients.hidden[index] = d_hidden.to(gradients.hidden.dtype)
 
 
-def chunk_rows(head: Head, rows: Rows, store: bool) -> int:
-    """Rows per chunk by default: as many as fit their stored logits (with kept sets: their gathered weight rows) into
-    64 MiB on CPU and 512 MiB elsewhere, at least 16; 1024 where nothing is stored."""
-    V, H = head.weight.shape
+def chunk_rows(head: Head, store: bool) -> int:
+    """Rows per chunk by default: as many as fit their stored logits into 64 MiB on CPU and 512 MiB elsewhere, at least
+    16; 1024 where nothing is stored."""
+    V = head.weight.shape[0]
     budget = _CPU_CHUNK_BYTES if head.weight.device.type == "cpu" else _CHUNK_BYTES
-    if rows.kept_ids is not None:
-        # A single token's rows can take megabytes (K = 1024, H = 4096: 16 MiB), so the minimum is one token here.
-        return max(1, budget // (rows.kept_ids.shape[1] * H * head.stat_dtype.itemsize))
     return max(_MIN_CHUNK, budget // (V * head.stat_dtype.itemsize)) if store else _SCORING_CHUNK
 
 
@@ -261,82 +257,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, unscale: Tensor | None) ->
         total.add_(product)
     else:
         total.addcmul_(product, unscale)
-
-
-# ----------------------------------------------------------------------------------------------------------- kept sets
-
-
-class KeptWorkspace:
-    """What the backward of a chunk of kept sets needs of its forward."""
-
-    def __init__(self, head: Head, rows: Rows, size: int, *, store: bool) -> None:
-        assert rows.kept_ids is not None
-        K, H = rows.kept_ids.shape[1], head.weight.shape[1]
-        new = head.weight.new_empty
-        self.gathered = new((size, K, H), dtype=head.stat_dtype)
-        self.logits, *self.scratch = (new((size, K), dtype=head.stat_dtype) for _ in range(3))
-        # For the chunk at hand: weight rows [n, K], and which column is the token's own [n], -1 for none.
-        self.ids = self.column = rows.token_ids
-
-
-def _kept_forward(head: Head, rows: Rows, space: KeptWorkspace, want_entropy: bool) -> Statistics:
-    """`chunk_forward` over each token's own few weight rows, which are gathered and stay in ``space``."""
-    kept = rows.kept_ids
-    assert kept is not None
-    n, V, dtype = kept.shape[0], head.weight.shape[0], head.stat_dtype
-    own = (kept == rows.token_ids[:, None]) & (kept >= 0)
-    present = own.any(1)
-    if visible(kept):
-        _check_kept(kept, rows.token_ids, present, V)
-    space.column = torch.where(present, own.int().argmax(1), -1)
-    space.ids = kept.clamp(0, V - 1)
-    gathered, z = space.gathered[:n], space.logits[:n]
-    gathered.copy_(head.weight[space.ids])
-    torch.bmm(gathered, rows.hidden.to(dtype)[:, :, None], out=z[:, :, None])
-    shape_logits_(z, None if head.bias is None else head.bias[space.ids].to(dtype), head, rows.temperature)
-    z.masked_fill_(kept < 0, -torch.inf).masked_fill_(kept >= V, torch.nan)
-    sums = RowSums(n, z, want_entropy)
-    sums.fold(z, space.column, space.scratch[0][:n], space.scratch[1][:n])
-    return sums.statistics()
-
-
-def _check_kept(kept: Tensor, token_ids: Tensor, present: Tensor, V: int) -> None:
-    if kept.numel() and not (int(kept.min()) >= -1 and int(kept.max()) < V):
-        raise IndexError(f"kept_ids must lie in [0, {V}), or be -1 for none, at live positions")
-    ordered = kept.sort(1).values
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        raise ValueError("kept_ids must not name a token twice at one position")
-    if not bool(present.all()):
-        lost = int(token_ids[~present][0])
-        raise IndexError(f"token_ids must lie in their kept set at live positions: kept_ids lacks token {lost}")
-
-
-def _kept_backward(
-    head: Head,
-    rows: Rows,
-    space: KeptWorkspace,
-    statistics: Statistics,
-    c: Tensor,  # [n]
-    e: Tensor | None,  # [n]
-    gradients: Gradients,
-) -> Tensor | None:
-    """`chunk_backward` over the gathered rows. All in the stat dtype: what was gathered has been widened already."""
-    n, dtype = rows.hidden.shape[0], head.stat_dtype
-    g, gathered, ids, column = space.logits[:n], space.gathered[:n], space.ids, space.column
-    alive = _alive(c, e)
-    if alive is not None:
-        if alive.numel() == 0:
-            return None
-        rows, statistics = rows.take(alive), statistics.take(alive)
-        c, e = c[alive], None if e is None else e[alive]
-        g, gathered, ids, column = g[alive], gathered[alive], ids[alive], column[alive]
-    scratch = (space.scratch[0][: g.shape[0]], space.scratch[1][: g.shape[0]])
-    gradient_(g, column, row_factors(head, rows.temperature, statistics, c, e), scratch)
-    d_hidden = None if gradients.hidden is None else torch.bmm(g[:, None, :], gathered)[:, 0]
-    # Columns that hold no token have a zero gradient, which goes to row 0.
-    if gradients.bias is not None:
-        gradients.bias.index_add_(0, ids.flatten(), g.flatten())
-    if gradients.weight is not None:
-        torch.mul(g[:, :, None], rows.hidden.to(dtype)[:, None, :], out=gathered)
-        gradients.weight.index_add_(0, ids.flatten(), gathered.flatten(0, 1))
-    return _spread(d_hidden, alive, n)
