@@ -2,17 +2,18 @@
 //
 // Forward: the K weight rows of a token are multiplied with its hidden state where they lie, four at a time, while the
 // next four are prefetched -> logits [n, K], all that is stored -> log-prob and entropy. Backward: the softmax again
-// from the logits, the gradient of each logit, and with it d_hidden = sum of g_k W[k], from a second walk over the rows.
-// Rows of a few KB at random places are all latency: the prefetch runs on across tokens, so that it never starts cold.
+// from the logits, the gradient of each logit, and with it d_hidden = sum of g_k W[k], from a second walk over the
+// rows. Rows of a few KB at random places are all latency: the prefetch runs on across tokens, so that it never starts
+// cold.
 //
 // d_weight and d_bias are sums over the tokens that hold an id, and several may hold the same one. The (id, token,
 // column) triples are sorted, and every id is summed by one task in the order of its tokens: no two tasks write to the
 // same row, and the result has the same bits for any number of threads.
 //
-// Numerics. Products accumulate in float32, in two sums to a lane (float64 for float64 heads), and are joined in double;
+// Numerics. Products accumulate in float32, in two sums to a lane (float64 for float64 heads), joined in double;
 // d_hidden in blocks of 64 rows, or a set of a thousand would lose a digit to the length of its sum. Gradients of
-// logits are never rounded to 16 bits. The total is summed in double, and 1 - p of the token itself is the share of the
-// others in it: a nearly certain token keeps a gradient that is right.
+// logits are never rounded to 16 bits. The total is summed in double, and 1 - p of the token itself is the share of
+// the others in it: a nearly certain token keeps a gradient that is right.
 #include <algorithm>
 #include <cstring>
 #include <limits>

@@ -34,10 +34,11 @@ template <class T> PPO_FAST_FN typename Lanes<T>::type load1_n(const T* p, int64
   return load1(reinterpret_cast<const T*>(elements));
 }
 
-// The cache lines at p[0 .. 2 * lanes). Hints: p may be any address.
+// The cache lines at p[0 .. 2 * lanes), into the second level, which measured faster than into the first. Hints: p may
+// be any address.
 template <class T> PPO_FAST_FN void prefetch(const T* p) {
   constexpr int64_t bytes = 2 * lanes<typename Lanes<T>::type> * int64_t{sizeof(T)};
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + line);
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + line, 0, 2);
 }
 
 // out[r] = rows[r] . h for kTogether rows. A row's own result doesn't depend on the others.

@@ -271,6 +271,14 @@ def test_sets_that_are_none(cpu_backend, kept_ids, error, match):
         run(x._replace(kept_ids=torch.tensor(kept_ids)))
 
 
+def test_no_token(cpu_backend):
+    x = make(1, 6, 20, 4)
+    none = Case(*(y[:0] if j in (0, 3, 4, 5, 8, 9) else y for j, y in enumerate(x)))
+    got = run(none)
+    assert [len(y) for y in got] == [0, 0, 0, 20, 20]
+    assert not got.d_weight.any()
+
+
 @pytest.mark.parametrize("name", ["c", "e", "logits", "hidden", "token_ids", "temperature", "kept_ids", "d_weight"])
 def test_a_direct_call_reads_no_memory_that_is_not_there(cpu_backend, name):
     if cpu_backend == "eager":
