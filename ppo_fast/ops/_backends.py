@@ -91,8 +91,8 @@ class Backends:
         """Per op the path that tensors of each kind of device take now, and under ``"why"`` the reason for it.
 
         ``{"gae": {"cpu": "avx512", "cuda": "triton"}, ..., "why": {"cpu": "...", "cuda": "..."}}``. A path is
-        avx512_bf16, avx512, avx2 or portable (the C++ extension), triton, or eager (plain PyTorch). ROCm counts as cuda; every other kind
-        of device is eager.
+        avx512_bf16, avx512, avx2 or portable (the C++ extension), triton, or eager (plain PyTorch). The linear ops take
+        that of the output layer's products. ROCm counts as cuda; every other kind of device is eager.
         """
         cuda = self._why_not_triton or "triton is installed"
         if not torch.cuda.is_available():
@@ -119,8 +119,8 @@ class Backends:
         """Within the ``with`` block every op that has the backend ``name`` runs on it; the innermost block wins.
 
         ``"eager"``: plain PyTorch on every device. ``"portable"``, ``"avx2"``, ``"avx512"``, ``"avx512_bf16"``: C++
-        at that instruction set, on CPU tensors. ``"triton"``: the Triton kernels on CPU tensors too, which needs TRITON_INTERPRET=1. Not
-        thread-safe.
+        at that instruction set, on CPU tensors. ``"triton"``: the Triton kernels on CPU tensors too, which needs
+        TRITON_INTERPRET=1. Not thread-safe.
 
         Raises ValueError for a name that is unknown or not available here.
         """

@@ -22,70 +22,98 @@ import torch
 from torch import Tensor
 
 from ppo_fast.ops._library import define, stat_dtype
-from ppo_fast.ops._row_math import Head, RowFactors, Rows, RowSums, Statistics, gradient_, row_factors, shape_logits_
+from ppo_fast.ops._row_math import (
+    Gradients,
+    Head,
+    RowFactors,
+    Rows,
+    RowSums,
+    Statistics,
+    gradient_,
+    row_factors,
+    shape_logits_,
+)
 
 # Vocabulary rows per product. On CPU the tile of logits should stay in the caches while its statistics are taken, and
 # vendor GEMMs lose below about 4096; elsewhere launches count.
 _CPU_TILE, _TILE = 4096, 16384
 # A workspace holds this many rows or a multiple.
 ROW_MULTIPLE = 32
+# What the stored logits of a chunk may take. GEMMs on accelerators need many more rows to be efficient.
+_CPU_CHUNK_BYTES, _CHUNK_BYTES = 80 << 20, 512 << 20
+# Rows per chunk where nothing is stored. The weight is read, and widened, once per chunk.
+_SCORING_CHUNK = 512
 
 
-def head_forward(head: Head, rows: Rows, logits: Tensor | None, want_entropy: bool) -> Statistics:
-    """Statistics of the rows; their logits stay in ``logits``, in the layout of the device, unless that is None."""
-    return Statistics(
-        *torch.ops.ppo_fast._head_forward(
+class FullVocabulary:
+    """The softmax over the whole vocabulary, for ``count`` rows chunk by chunk.
+
+    ``chunk_rows`` is the default size of a chunk: chunks of about the same size, of at most as many rows as fit their
+    stored logits into 80 MiB on CPU and 512 MiB elsewhere (`ROW_MULTIPLE` at least); 512 where nothing is stored.
+    """
+
+    def __init__(self, head: Head, count: int, store: bool, chunk_tokens: int | None) -> None:
+        self.head = head
+        V, dtype = head.weight.shape[0], head.stat_dtype
+        largest = _SCORING_CHUNK
+        if store:
+            budget = _CPU_CHUNK_BYTES if head.weight.device.type == "cpu" else _CHUNK_BYTES
+            largest = max(1, budget // (V * dtype.itemsize * ROW_MULTIPLE)) * ROW_MULTIPLE
+        chunks = max(1, -(-count // largest))
+        self.chunk_rows = max(1, -(-count // (chunks * ROW_MULTIPLE))) * ROW_MULTIPLE
+        # Made once and reused: fresh pages cost more than the arithmetic done in them.
+        rows = min(chunk_tokens or self.chunk_rows, max(count, 1))
+        rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.logits = head.weight.new_empty((rows, V), dtype=dtype) if store else None
+
+    def forward(self, rows: Rows, want_entropy: bool) -> Statistics:
+        """Statistics of the rows; their logits stay in the workspace, in the layout of the device, if there is one."""
+        weight, bias, softcap, logit_scale = self.head
+        return Statistics(
+            *torch.ops.ppo_fast._head_forward(
+                rows.hidden,
+                weight,
+                bias,
+                rows.token_ids,
+                rows.temperature,
+                softcap,
+                logit_scale,
+                self.logits,
+                want_entropy,
+            )
+        )
+
+    def backward(
+        self,
+        rows: Rows,
+        statistics: Statistics,
+        c: Tensor,  # [n] dL/dlogp
+        e: Tensor | None,  # [n] dL/dentropy
+        gradients: Gradients,
+    ) -> Tensor | None:
+        """d_hidden [n, H] in the stat dtype if wanted; d_weight and d_bias are added to. Overwrites the stored logits.
+
+        On CPU rows with c == e == 0 are dropped first. Elsewhere their number isn't known on the host, and they are
+        multiplied as the zeros they are.
+        """
+        assert self.logits is not None
+        weight, _, softcap, logit_scale = self.head
+        d_hidden = torch.ops.ppo_fast._head_backward(
             rows.hidden,
-            head.weight,
-            head.bias,
+            weight,
             rows.token_ids,
             rows.temperature,
-            head.softcap,
-            head.logit_scale,
-            logits,
-            want_entropy,
+            softcap,
+            logit_scale,
+            self.logits,
+            *statistics,
+            c.contiguous(),
+            None if e is None else e.contiguous(),
+            gradients.hidden is not None,
+            gradients.weight,
+            gradients.bias,
         )
-    )
-
-
-def head_backward(
-    head: Head,
-    rows: Rows,
-    logits: Tensor,
-    statistics: Statistics,
-    c: Tensor,  # [n] dL/dlogp
-    e: Tensor | None,  # [n] dL/dentropy
-    need_hidden: bool,
-    d_weight: Tensor | None,  # [V, H] stat dtype, added to
-    d_bias: Tensor | None,  # [V] stat dtype, added to
-) -> Tensor | None:
-    """d_hidden [n, H] in the stat dtype if needed. Overwrites the stored logits.
-
-    On CPU rows with c == e == 0 are dropped first. Elsewhere their number isn't known on the host, and they are
-    multiplied as the zeros they are.
-    """
-    d_hidden = torch.ops.ppo_fast._head_backward(
-        rows.hidden,
-        head.weight,
-        rows.token_ids,
-        rows.temperature,
-        head.softcap,
-        head.logit_scale,
-        logits,
-        *statistics,
-        c.contiguous(),
-        None if e is None else e.contiguous(),
-        need_hidden,
-        d_weight,
-        d_bias,
-    )
-    return d_hidden if need_hidden else None
-
-
-def workspace(head: Head, size: int) -> Tensor:
-    """Room for the logits of ``size`` rows."""
-    rows = -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
-    return head.weight.new_empty((rows, head.weight.shape[0]), dtype=head.stat_dtype)
+        return None if gradients.hidden is None else d_hidden
 
 
 # --------------------------------------------------------------------------------------------- in torch operations
@@ -140,7 +168,7 @@ def _backward(
     n, dtype = hidden.shape[0], stat_dtype(weight.dtype)
     head = Head(weight, None, softcap, logit_scale)
     rows, statistics = Rows(hidden, token_ids, temperature, None), Statistics(logprobs, entropy, peak, total)
-    alive = alive_rows(c, e)
+    alive = _alive_rows(c, e)
     if alive is not None:
         rows, statistics = rows.take(alive), statistics.take(alive)
         c, e = c[alive], None if e is None else e[alive]
@@ -166,7 +194,7 @@ def _backward(
             _add_product(d_hidden, g, operand, unscale)
         if d_weight is not None:
             _add_product(d_weight[start:stop], g.T, hidden, unscale)
-    return spread_rows(d_hidden, alive, n) if need_hidden else d_hidden
+    return _spread_rows(d_hidden, alive, n) if need_hidden else d_hidden
 
 
 class _Tiles:
@@ -196,7 +224,7 @@ def _has_wide_product(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def alive_rows(c: Tensor, e: Tensor | None) -> Tensor | None:
+def _alive_rows(c: Tensor, e: Tensor | None) -> Tensor | None:
     """The rows that have a gradient, where it is known on the host and not all of them."""
     if c.device.type != "cpu":
         return None
@@ -204,7 +232,7 @@ def alive_rows(c: Tensor, e: Tensor | None) -> Tensor | None:
     return None if bool(alive.all()) else alive.nonzero()[:, 0]
 
 
-def spread_rows(d_hidden: Tensor, alive: Tensor | None, n: int) -> Tensor:
+def _spread_rows(d_hidden: Tensor, alive: Tensor | None, n: int) -> Tensor:
     """The rows back among the dropped ones, whose gradient is zero."""
     return d_hidden if alive is None else d_hidden.new_zeros((n, d_hidden.shape[1])).index_copy_(0, alive, d_hidden)
 

@@ -18,9 +18,8 @@ from ppo_fast.ops._checks import (
     check_token_ids,
     temperature_like,
 )
-from ppo_fast.ops._chunks import Gradients
 from ppo_fast.ops._library import define, no_double_backward, stat_dtype
-from ppo_fast.ops._row_math import Head, Rows
+from ppo_fast.ops._row_math import Gradients, Head, Rows
 
 # The leading arguments of every registered linear op; `split_layer` takes them apart again.
 LAYER_SCHEMA = (

@@ -15,6 +15,7 @@ entropy 0 and gradient 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,29 @@ class Statistics(NamedTuple):
 
     def take(self, index: Tensor) -> Statistics:
         return Statistics(*(x[index] if x.numel() else x for x in self))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where the gradients go; None for what nobody asked for."""
+
+    hidden: Tensor | None  # [N, H], written
+    weight: Tensor | None  # [V, H] stat dtype, added to
+    bias: Tensor | None  # [V] stat dtype, added to
+
+    @classmethod
+    def zeros(cls, head: Head, rows: Rows, hidden: torch.dtype | None, weight: bool, bias: bool) -> Gradients:
+        """Buffers for what is asked for; ``hidden`` is the dtype of that gradient, None for none."""
+        like, dtype = head.weight, head.stat_dtype
+        return cls(
+            None if hidden is None else like.new_zeros(rows.hidden.shape, dtype=hidden),
+            like.new_zeros(like.shape, dtype=dtype) if weight else None,
+            like.new_zeros(like.shape[0], dtype=dtype) if bias else None,
+        )
+
+    @property
+    def wanted(self) -> bool:
+        return not (self.hidden is None and self.weight is None and self.bias is None)
 
 
 def shape_logits_(z: Tensor, bias: Tensor | None, head: Head, temperature: Tensor | None) -> None:

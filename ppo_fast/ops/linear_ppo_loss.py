@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppo_fast.ops._aggregation import nan_without_tokens, row_weights
 from ppo_fast.ops._checks import check_float_like, check_mask
-from ppo_fast.ops._chunks import Gradients, chunk_loop
+from ppo_fast.ops._chunks import chunk_loop
 from ppo_fast.ops._library import define, differentiable, stat_dtype, sum_dtype
 from ppo_fast.ops._linear import (
     LAYER_ARGUMENTS,
@@ -24,7 +24,7 @@ from ppo_fast.ops._linear import (
     scaled_gradients,
     split_layer,
 )
-from ppo_fast.ops._row_math import Statistics
+from ppo_fast.ops._row_math import Gradients, Statistics
 from ppo_fast.ops.ppo_loss import KL_ESTIMATORS, OBJECTIVES, PPO_SUMS, PPOStats, check_ppo_settings
 from ppo_fast.profiling import annotate
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ppo_fast.ops._chunks import Gradients, chunk_loop
+from ppo_fast.ops._chunks import chunk_loop
 from ppo_fast.ops._library import define, differentiable, no_double_backward, stat_dtype
 from ppo_fast.ops._linear import (
     LAYER_ARGUMENTS,
@@ -18,7 +18,7 @@ from ppo_fast.ops._linear import (
     finished,
     split_layer,
 )
-from ppo_fast.ops._row_math import Statistics
+from ppo_fast.ops._row_math import Gradients, Statistics
 from ppo_fast.profiling import annotate
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_fast.ops._chunks import Gradients, chunk_loop
+from ppo_fast.ops._chunks import chunk_loop
 from ppo_fast.ops._library import autograd_inside_op, define, detached, differentiable, stat_dtype, sum_dtype
 from ppo_fast.ops._linear import (
     LAYER_ARGUMENTS,
@@ -30,7 +30,7 @@ from ppo_fast.ops._linear import (
     scaled_gradients,
     split_layer,
 )
-from ppo_fast.ops._row_math import Statistics
+from ppo_fast.ops._row_math import Gradients, Statistics
 from ppo_fast.profiling import annotate
 
 TokenLoss = Callable[..., "Tensor | tuple[Tensor, dict[str, Tensor]]"]

@@ -81,7 +81,7 @@ def derive(outputs, inputs, upstream):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEATURES)
-def test_values_and_gradients(as_exact_as, name, dtype, trainable):
+def test_values_and_gradients(cpu_backend, as_exact_as, name, dtype, trainable):
     n, H, V = 7, 24, 4999  # more than one tile of the vocabulary, and odd
     hidden, weight, ids, settings = case(name, n, H, V, dtype)
     if not trainable:
@@ -122,7 +122,7 @@ def test_values_and_gradients(as_exact_as, name, dtype, trainable):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 @pytest.mark.parametrize("name", FEATURES)
-def test_gradcheck(name, return_entropy):
+def test_gradcheck(cpu_backend, name, return_entropy):
     hidden, weight, ids, settings = case(name, 6, 3, 11)
     mask = torch.tensor([True, False, True, True, False, True])
     bias = settings.pop("bias", None)
@@ -169,7 +169,7 @@ def test_agrees_with_selected_logprobs_on_the_logits():
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_kept_sets_equal_the_vocabulary_cut_down_to_them():
+def test_kept_sets_equal_the_vocabulary_cut_down_to_them(cpu_backend):
     hidden, weight, ids, settings = case("kept_all", 9, 5, 31)
     everything = {**settings, "kept_ids": torch.arange(31).expand(9, 31)}
     torch.testing.assert_close(
@@ -184,15 +184,16 @@ def test_kept_sets_equal_the_vocabulary_cut_down_to_them():
     assert not entropy.any()
 
 
-def test_kept_sets_larger_than_a_chunk(monkeypatch, as_exact_as):
-    monkeypatch.setattr("ppo_fast.ops._chunks._CPU_CHUNK_BYTES", 2 * 5 * 24 * 8)  # two tokens' rows
-    test_values_and_gradients(as_exact_as, "kept_all", torch.float64, True)
+def test_kept_sets_larger_than_a_chunk(cpu_backend, monkeypatch, as_exact_as):
+    monkeypatch.setattr("ppo_fast.ops._kept._CHUNK_BYTES", 3 * (5 + 24) * 8)  # three tokens' logits and d_hidden
+    monkeypatch.setattr("ppo_fast.ops._kept._CPU_GATHER_BYTES", 2 * 5 * 24 * 8)  # two tokens' rows
+    test_values_and_gradients(cpu_backend, as_exact_as, "kept_all", torch.float64, True)
 
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_masked_positions_are_never_read(trainable, kept, return_entropy):
+def test_masked_positions_are_never_read(cpu_backend, trainable, kept, return_entropy):
     hidden, weight, ids, settings = case("kept" if kept else "plain", 8, 6, 50)
     weight.requires_grad_(trainable)
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
@@ -499,7 +500,7 @@ def test_the_heads_of_real_model_families(tiny_model, family):
         ({"kept_ids": torch.tensor([[0, 0], [1, -1]])}, ValueError, "must not name a token twice"),
     ],
 )
-def test_bad_input(change, error, match):
+def test_bad_input(cpu_backend, change, error, match):
     arguments = {"hidden": torch.zeros(2, 3), "weight": torch.zeros(5, 3), "token_ids": torch.tensor([0, 1]), **change}
     with pytest.raises(error, match=match):
         linear_selected_logprobs(**arguments)

@@ -44,7 +44,7 @@ def by_hand(hidden, weight, ids, token_loss, rows, mask=None, entropy_grad=True,
 @pytest.mark.parametrize("chunk_tokens", [1, 5, None])
 @pytest.mark.parametrize("entropy_grad", [True, False])
 @pytest.mark.parametrize("kept", [False, True])
-def test_values_and_gradients(kept, entropy_grad, chunk_tokens):
+def test_values_and_gradients(cpu_backend, kept, entropy_grad, chunk_tokens):
     hidden, weight, ids, rows, mask = case()
     bias = torch.randn(23, dtype=torch.float64, requires_grad=True)
     head = {"bias": bias, "temperature": 0.7, "softcap": 4.0, "logit_scale": 0.8}
