@@ -76,14 +76,21 @@ def peer_loss(function: Callable[..., Tensor], *, trainable: bool) -> Callable[[
     return run
 
 
-def peer_variants(work: Work, *, trainable: bool, compile_it: bool = True) -> list[Variant]:
-    """Plain PyTorch, torch.compile of it, and TRL's chunked head."""
-    compiled = peers.compiled(peers.eager_linear_ppo)
-    return [
-        Variant("eager", peer_loss(peers.eager_linear_ppo, trainable=trainable), ready, work),
-        *([Variant("torch.compile", peer_loss(compiled, trainable=trainable), ready, work)] if compile_it else []),
-        Variant("TRL", peer_loss(peers.trl_linear_ppo, trainable=trainable), ready, work, missing=peers.NO_TRL),
-    ]
+def eager(work: Work, *, trainable: bool = False) -> Variant:
+    """Plain PyTorch, by the full logits."""
+    return Variant("eager", peer_loss(peers.eager_linear_ppo, trainable=trainable), ready, work)
+
+
+def peer_variants(work: Work) -> list[Variant]:
+    """Plain PyTorch and TRL's chunked head, frozen."""
+    trl = peer_loss(peers.trl_linear_ppo, trainable=False)
+    return [eager(work), Variant("TRL", trl, ready, work, missing=peers.NO_TRL)]
+
+
+def compiled(work: Work) -> Variant:
+    """torch.compile of plain PyTorch, frozen."""
+    run = peer_loss(peers.compiled(peers.eager_linear_ppo), trainable=False)
+    return Variant("torch.compile", run, ready, work)
 
 
 def as_trl_does(work: Work) -> Variant:
@@ -96,6 +103,7 @@ def _frozen_or_trainable(tokens: int, dtype: torch.dtype, trainable: bool) -> Ca
     count = 3 if trainable else 2
     name = TRAINABLE if trainable else FROZEN
     work = gemm_work(count, tokens)
+    others = [compiled(work), as_trl_does(work)] if dtype is FP32 else [compiled(work)]
     return Case(
         f"{OP} {name} N={tokens}",
         dtype,
@@ -113,11 +121,10 @@ def _frozen_or_trainable(tokens: int, dtype: torch.dtype, trainable: bool) -> Ca
                 work,
                 tolerance=OWN[dtype],
             ),
-            *peer_variants(work, trainable=trainable, compile_it=not trainable),
-            *([] if trainable else [as_trl_does(work)]),
+            *([eager(work, trainable=True)] if trainable else [*peer_variants(work), *others]),
         ],
         first_rows=Head.first,
-        memory=(name, "eager", "TRL"),
+        memory=(name, "eager"),
         seconds=45.0 if dtype is FP32 else 25.0,
         rounds=3,
     )

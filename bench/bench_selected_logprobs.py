@@ -101,6 +101,7 @@ def cases(dtype: torch.dtype, rows: int = ROWS, vocabulary: int = VOCABULARY) ->
         "inputs": lambda seed: make_logits(seed, rows, vocabulary, dtype),
         "reference": answers,
         "copies": copies_beyond_cache(nbytes),
+        "seconds": 8.0,
     }
     return [
         Case(f"{OP} forward [{rows}, {vocabulary}]", variants=forward, **shared),

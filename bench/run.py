@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -46,8 +47,8 @@ BARS = [bar for module in MEASURED for bar in module.BARS]
 QUICK_SECONDS, QUICK_ROUNDS = 2.0, 2
 
 
-def main() -> None:
-    """Runs what the command line chose."""
+def main() -> int:
+    """Runs what the command line chose. 1 if a variant's values were wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains a word")
     parser.add_argument("--quick", action="store_true", help="two rounds; long cases only by --only; no memory")
@@ -62,11 +63,11 @@ def main() -> None:
         key, name = arguments.peak
         case = next(case for case in CASES if case.key == key)
         print(json.dumps({"peak_bytes": peak_bytes(case, name)}))
-        return
+        return 0
     cases = select(CASES, arguments.only, long=bool(arguments.only) or not arguments.quick)
     if arguments.list:
         print("\n".join(case.key for case in cases))
-        return
+        return 0
 
     started = time.perf_counter()
     floors = measure_floors()
@@ -98,6 +99,7 @@ def main() -> None:
         plots.scaling(whole, BENCH / "results" / f"{name}-scaling.png")
         readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote {name}.json and its plot in bench/results, and the table in README.md")
+    return int(any("refused" in variant for case in results.values() for variant in case["variants"].values()))
 
 
 def _say(line: str) -> None:
@@ -105,4 +107,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,14 +39,20 @@ def _measured(bar: Bar, cases: Mapping[str, Any], to: Sequence[str]) -> float:
     return (figure - bar.less[0]) - (_figure(bar, cases[bar.since], to) - bar.less[1])
 
 
+def why_absent(variant: Mapping[str, Any]) -> str | None:
+    """Why a variant of the results has no figures; None if it has."""
+    return next((f"{word}: {variant[word]}" for word in ("missing", "refused") if word in variant), None)
+
+
 def _why_not(bar: Bar, cases: Mapping[str, Any]) -> str | None:
     for key in filter(None, (bar.case, bar.since)):
         if key not in cases:
             return f"{key} was not run"
         for name in (bar.of, *bar.to):
             variant = cases[key]["variants"][name]
-            if "missing" in variant:
-                return f"{name}: {variant['missing']}"
+            why = why_absent(variant)
+            if why is not None:
+                return f"{name} is {why}"
             if "memory" in bar.kind and variant.get("peak_bytes") is None:
                 return "memory was not measured"
     return None

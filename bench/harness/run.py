@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.bars import why_absent
 from harness.case import DTYPES, Case
-from harness.check import check_values
+from harness.check import WrongValuesError, check_values
 from harness.floors import Floors
 from harness.memory import AVAILABLE, peak_bytes_in_fresh_process
 from harness.timing import Rotation, call, time_rounds
@@ -17,17 +18,24 @@ Say = Callable[[str], None]
 
 
 def run_case(case: Case, floors: Floors, say: Say, *, seconds: float | None = None, rounds: int | None = None) -> Any:
-    """Check and time every variant of the case. Raises WrongValuesError before anything is timed.
+    """Check every variant of the case, then time those that computed the right thing.
 
+    A wrong one is not timed: it has ``refused``, the reason, in place of times, as one that can't run has ``missing``.
     The call that is checked is the warm-up, compilation included. ``seconds`` and ``rounds`` replace the case's own.
     """
     rotation = Rotation(case.inputs, case.copies)
     reference = case.reference(rotation.sets[0])
-    present = [variant for variant in case.variants if variant.missing is None]
     variants: dict[str, Any] = {v.name: {"missing": v.missing} for v in case.variants if v.missing is not None}
-    for variant in present:
+    present = []
+    for variant in case.variants:
+        if variant.missing is not None:
+            continue
         _, results = call(variant, rotation.sets[0])
-        variants[variant.name] = {"relative_error": check_values(case, variant, results, reference)}
+        try:
+            variants[variant.name] = {"relative_error": check_values(case, variant, results, reference)}
+            present.append(variant)
+        except WrongValuesError as error:
+            variants[variant.name] = {"refused": str(error)}
         del results
     del reference
     limits = (case.seconds if seconds is None else seconds, case.rounds if rounds is None else rounds)
@@ -42,9 +50,10 @@ def run_case(case: Case, floors: Floors, say: Say, *, seconds: float | None = No
         }
         note = f", {median / floor:5.2f} x its floor" if floor else ""
         say(f"  {variant.name:<42} {1e3 * median:10.3f} ms{note}")
-    for variant in case.variants:
-        if variant.missing is not None:
-            say(f"  {variant.name:<42}    missing: {variant.missing}")
+    for name, variant in variants.items():
+        why = why_absent(variant)
+        if why is not None:
+            say(f"  {name:<42}    {why}")
     return {"dtype": DTYPES[case.dtype], "variants": variants}
 
 
@@ -52,7 +61,7 @@ def add_memory(case: Case, result: Any, script: Path, threads: int, say: Say) ->
     """Measure the peak memory of the case's ``memory`` variants, each in its own process."""
     for name in case.memory:
         variant = result["variants"][name]
-        if AVAILABLE and "missing" not in variant:
+        if AVAILABLE and why_absent(variant) is None:
             variant["peak_bytes"] = peak_bytes_in_fresh_process(script, case.key, name, threads)
             say(f"  {name:<42} {variant['peak_bytes'] / 1e6:10.1f} MB extra at the peak")
 

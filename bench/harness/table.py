@@ -18,7 +18,7 @@ def _figure(value: float | None, unit: str) -> str:
 
 def _verdict(row: dict[str, Any]) -> str:
     if row["met"] is None:
-        return f"missing: {row['why']}"
+        return row["why"]
     good = "met" if row["met"] else "**missed**"
     size = f"{abs(row['margin']):.3g}{row['unit']}" if "growth" in row["kind"] else f"{abs(row['margin']):.1%}"
     return f"{good} by {size}"
