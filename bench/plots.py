@@ -47,7 +47,8 @@ def scaling(result: Mapping[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col", sharey="row", layout="constrained")
     for column, (over, title) in enumerate((("N", f"V = {VOCABULARY:,}"), ("V", f"N = {AT_TOKENS}"))):
-        for name, points in series(result["cases"], over).items():
+        lines = series(result["cases"], over)
+        for name, points in lines.items():
             label, colour = _LINES[name]
             for row, field in enumerate((1, 2)):
                 xy = [(point[0], point[field]) for point in points if point[field] is not None]
@@ -55,9 +56,12 @@ def scaling(result: Mapping[str, Any], path: Path) -> None:
                     axes[row][column].plot(*zip(*xy, strict=True), "o-", color=colour, label=label)
         axes[0][column].set_title(title)
         axes[1][column].set_xlabel("tokens N" if over == "N" else "vocabulary V")
-    for axis in axes.flat:
-        axis.set(xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
+        measured = sorted({point[0] for points in lines.values() for point in points})
+        for axis in axes[:, column]:
+            axis.set(xscale="log", yscale="log")
+            axis.set_xticks(measured, [f"{x:,}" for x in measured])
+            axis.set_xticks([], minor=True)
+            axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("seconds, forward and backward")
     axes[1][0].set_ylabel("extra memory at the peak, MB")
     axes[0][0].legend(frameon=False)
