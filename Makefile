@@ -1,5 +1,6 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
+# make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
 # Each makes .venv if there is none, installs what is missing, builds the extension, and runs.
 #
 # An active environment that has torch is used as it is, and so is one given as VENV=...; elsewhere TORCH is installed.
@@ -19,7 +20,10 @@ STAMP := $(VENV)/.ppo_fast-$(shell pwd | cksum | cut -d ' ' -f 1)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-long lint clean
+# The peers of the bench have an environment of their own, laid over the project's, so that they share its torch.
+PEERS := .venv-peers
+
+.PHONY: demo test test-long bench bench-quick lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -34,20 +38,36 @@ test: $(STAMP)-dev lint
 test-long: $(STAMP)-dev
 	$(PYTEST) -q -m long
 
+bench: $(PEERS)/installed
+	$(PEERS)/bin/python bench/run.py $(BENCH)
+
+bench-quick: BENCH := --quick
+bench-quick: bench
+
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist *.egg-info ppo_fast/*.so
+	rm -rf build dist *.egg-info ppo_fast/*.so $(PEERS)
 
 $(STAMP)-demo: EXTRAS := demo
 $(STAMP)-dev: EXTRAS := demo,dev
+$(STAMP)-bench: EXTRAS := bench
 # pip is held to the torch that is there: a newer one that some package would like costs gigabytes.
-$(STAMP)-demo $(STAMP)-dev: $(SOURCES)
+$(STAMP)-demo $(STAMP)-dev $(STAMP)-bench: $(SOURCES)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(call HAS_TORCH,$(VENV)) || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(STAMP)-torch
 	$(BIN)/python -m pip install --quiet --constraint $(STAMP)-torch --editable ".[$(EXTRAS)]"
+	touch $@
+
+# A peer that can't be installed is reported as missing in the table; it doesn't stop the bench.
+$(PEERS)/installed: bench/peers.txt $(STAMP)-bench
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	    > "$$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/project.pth"
+	grep -v '^#' bench/peers.txt | while read peer; do \
+	    $(PEERS)/bin/python -m pip install --quiet --constraint $(STAMP)-torch "$$peer" || echo "$$peer is missing"; done
 	touch $@

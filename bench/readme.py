@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.table import table
+
 BENCH = Path(__file__).parent
 README = BENCH.parent / "README.md"
 
@@ -51,7 +53,26 @@ def demo(result: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-TABLES: dict[str, Table] = {"demo": demo}
+def ops(result: dict[str, Any]) -> str:
+    """Machine and floors, one row a bar, the plot."""
+    machine, floors = result["machine"], result["floors"]
+    rates = ", ".join(f"{name} GEMM {rate / 1e9:.0f} GFLOPS" for name, rate in floors["gemm"].items())
+    met = sum(bar["met"] is True for bar in result["bars"])
+    return "\n".join(
+        [
+            f"{machine['processor']} ({', '.join(machine['instruction_sets'])}), {machine['threads']} threads, torch "
+            f"{result['versions']['torch']}; memory {floors['read'] / 1e9:.0f} GB/s, {rates}. "
+            f"{met} of {len(result['bars'])} bars met.",
+            "",
+            table(result["bars"]),
+            "",
+            f"![Time and memory over N and V](bench/results/{result['name']}-scaling.png)",
+        ]
+    )
+
+
+# Table -> the results under bench/results/ that it is made of.
+TABLES: dict[str, tuple[str, Table]] = {"demo": ("demo.json", demo), "ops": ("ops-*.json", ops)}
 
 
 def _change(difference: dict[str, Any], digits: int) -> str:
@@ -63,11 +84,12 @@ def _change(difference: dict[str, Any], digits: int) -> str:
 
 
 def render(text: str) -> str:
-    """README's text with every table between its markers made anew."""
-    for name, table in TABLES.items():
-        made = table(json.loads((BENCH / "results" / f"{name}.json").read_text()))
+    """README's text with every table between its markers made anew; nothing where there is no result yet."""
+    for name, (files, make) in TABLES.items():
+        results = (json.loads(path.read_text()) for path in sorted((BENCH / "results").glob(files)))
+        made = "\n".join(make(result) + "\n" for result in results)
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
+        text, count = pattern.subn(lambda match, made=made: f"{match[1]}{made}{match[2]}", text)
         if count != 1:
             raise SystemExit(f"README.md has {count} places for the table {name!r}; it needs one")
     return text
