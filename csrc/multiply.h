@@ -77,7 +77,7 @@ PPO_FAST_FN void multiply(const typename E::Word* a, int64_t row, int64_t step, 
 }
 
 // Chains of additions are cut here, so that their rounding errors don't grow with the length of a dot product.
-constexpr int64_t kChain = 1024;
+constexpr int64_t kChain = 256;
 
 // The same from zero, for any count.
 template <class E, int MR, int NV>
