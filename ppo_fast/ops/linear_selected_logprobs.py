@@ -130,7 +130,7 @@ def linear_selected_logprobs(
     need_hidden, need_weight, need_bias = layer.needs()
     ahead = need_hidden and not (need_weight or need_bias or return_entropy)
     with annotate("ppo_fast::linear_selected_logprobs"):
-        logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, return_entropy, ahead)
+        logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, bool(return_entropy), ahead)
     shape = token_ids.shape
     return (logprobs.reshape(shape), entropy.reshape(shape)) if return_entropy else logprobs.reshape(shape)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_fast.ops._checks import check_dense
 from ppo_fast.ops._chunks import chunk_loop
 from ppo_fast.ops._library import autograd_inside_op, define, detached, differentiable, stat_dtype, sum_dtype
 from ppo_fast.ops._linear import (
@@ -112,6 +113,8 @@ def linear_token_loss(
     check_chunk_tokens(chunk_tokens)
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    if isinstance(rows, Tensor) or not isinstance(rows, Sequence):
+        raise TypeError(f"rows must be a sequence of tensors, got {type(rows).__name__}")
     shape = token_ids.shape
     flat = [_flat_row(i, row, token_ids) for i, row in enumerate(rows)]
     if verify:
@@ -142,6 +145,7 @@ def linear_token_loss(
 def _flat_row(i: int, row: Any, token_ids: Tensor) -> Tensor:
     if not isinstance(row, Tensor):
         raise TypeError(f"rows[{i}] must be a tensor, got {type(row).__name__}")
+    check_dense(f"rows[{i}]", row)
     dims = token_ids.dim()
     if row.shape[:dims] != token_ids.shape:
         raise ValueError(
