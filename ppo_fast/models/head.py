@@ -148,6 +148,11 @@ def check_head(model: PreTrainedModel) -> None:
     ids = torch.arange(1, 5, device=head.weight.device).remainder(vocabulary)[None]
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     expected = model(input_ids=ids, use_cache=False).logits.float()
+    if expected.isnan().any():
+        raise UserError(
+            f"{type(model).__name__} gives NaN for logits; its weights are damaged, or peft's DoRA is on a tied head, "
+            "whose padding row of zeros has no direction: use plain LoRA there"
+        )
     got = head.logits(hidden)
     # In 16 bits the model rounds after every step of the formula; ours does so once, after the product.
     tolerance = max(1e-4, 4 * torch.finfo(head.weight.dtype).eps)
