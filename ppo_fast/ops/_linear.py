@@ -123,8 +123,10 @@ def _check_plain(name: str, x: Any) -> None:
     if type(x) in (Tensor, torch.nn.Parameter, FakeTensor):
         return
     raise TypeError(
-        f"{name} must be a plain dense torch.Tensor or Parameter, got {type(x).__name__}: dequantise a quantised one; "
-        "one sharded by FSDP2 is whole inside the forward pass of the module that owns it, so call the op there"
+        f"{name} must be a plain dense torch.Tensor or Parameter, got {type(x).__name__}: dequantise a quantised one. "
+        "One sharded by FSDP2 is whole inside the forward pass of the module it was sharded with: call the op there. A "
+        "DTensor elsewhere: where ranks hold different tokens, full_tensor(grad_placements=[Partial()]) adds their "
+        "gradients up; a bare full_tensor() would drop those of the other ranks"
     )
 
 
