@@ -102,7 +102,8 @@ def linear_token_loss(
     Cost, with ``G = 2 N V H`` over the live tokens: G without gradients, 2 G with a frozen output layer, 3 G with a
     trainable one; on CPU tokens whose loss has no gradient are left out of the second and third product. The backward
     pass multiplies by the incoming scalar; where that is exactly 1 it does nothing. Keep it outside of activation
-    checkpointing, which would run it twice. Double backward is an error.
+    checkpointing, which would run it twice. Double backward is an error. Numerics: as stated for
+    `linear_selected_logprobs`.
     """
     layer = check_layer(
         hidden,
