@@ -118,8 +118,8 @@ def linear_selected_logprobs(
     Numerics, each tested on every CPU path. float32: the error against float64 is at most twice that of float32
     PyTorch, in log-probs, entropies and gradients. 16-bit inputs: log-probs and entropies as a float32 output layer
     makes them of the same inputs; gradients at most as far off as those of 16-bit PyTorch. A log-prob is never
-    positive (that of a certain token is 0 or its tiny negative), an entropy never negative, and the gradient of a row of
-    logits sums to 0 within rounding.
+    positive (that of a certain token is 0 or its tiny negative), an entropy never negative, and the gradient of a row
+    of logits sums to 0 within rounding.
 
     Under autocast hidden and weight are cast to its dtype. Double backward is an error.
     """
