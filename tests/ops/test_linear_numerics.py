@@ -91,7 +91,7 @@ def _cases() -> Iterator[object]:
         yield pytest.param(op, shape, dtype, id=f"{op}-{shape}-{dtype}", marks=[pytest.mark.long] if repeated else [])
 
 
-@pytest.mark.parametrize(("op", "shape", "dtype"), _cases())
+@pytest.mark.parametrize(("op", "shape", "dtype"), list(_cases()))
 def test_error_against_float64(as_exact_as, op, shape, dtype):
     hidden, weight, ids = inputs_of(SHAPES[shape], dtype)
     N, V = len(ids), len(weight)
