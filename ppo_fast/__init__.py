@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppo_fast.errors import UserError
+    from ppo_fast.models.head import head_weights
     from ppo_fast.ops import (
         PPOStats,
         ValueStats,
@@ -40,6 +41,7 @@ _HOME = {
     "backends": "ppo_fast.ops",
     "gae": "ppo_fast.ops",
     "group_advantages": "ppo_fast.ops",
+    "head_weights": "ppo_fast.models.head",
     "linear_ppo_loss": "ppo_fast.ops",
     "linear_selected_logprobs": "ppo_fast.ops",
     "linear_token_loss": "ppo_fast.ops",
@@ -61,6 +63,7 @@ __all__ = [
     "backends",
     "gae",
     "group_advantages",
+    "head_weights",
     "linear_ppo_loss",
     "linear_selected_logprobs",
     "linear_token_loss",

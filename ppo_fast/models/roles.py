@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from ppo_fast.errors import UserError
 from ppo_fast.models.adapters import Adapters
-from ppo_fast.models.head import Head, head_of
+from ppo_fast.models.head import Head, check_head, head_of
 from ppo_fast.models.loading import disable_dropout, load_model
 from ppo_fast.models.tokens import TokenBatch
 from ppo_fast.profiling import annotate
@@ -55,8 +55,12 @@ class _Body:
         off since loading, so the mode changes nothing else.
         """
         self.model.train(torch.is_grad_enabled())
-        with self._adapters.use(self.adapter) if self._adapters is not None else contextlib.nullcontext():
+        with self.adapted():
             yield
+
+    def adapted(self) -> contextlib.AbstractContextManager[None]:
+        """The body with its own adapter active."""
+        return contextlib.nullcontext() if self._adapters is None else self._adapters.use(self.adapter)
 
     def hidden(self, batch: TokenBatch, *, after_last: bool = False) -> Tensor:
         """Hidden states of the positions that predict each reply token, [B, T, H].
@@ -80,7 +84,14 @@ class Actor(_Body):
 
     def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None, adapter: str | None = None) -> None:
         super().__init__(model, adapters, adapter)
-        self.head: Head = head_of(model)
+        with self.adapted():
+            check_head(model)
+
+    @property
+    def head(self) -> Head:
+        """The head with the role's adapter as it is now. Read it once a pass: a LoRA on it is folded in each time."""
+        with self.adapted():
+            return head_of(self.model)
 
 
 class Critic:

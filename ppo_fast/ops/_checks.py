@@ -7,6 +7,7 @@ variable PPO_FAST_CHECK=1 looks on every device, at the price of a synchronisati
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T")
+_FLOAT32 = torch.finfo(torch.float32)
 _INTEGER_DTYPES = (
     torch.int64,
     torch.int32,
@@ -40,6 +42,13 @@ def check_float_tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+    check_dense(name, x)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """``x`` is not sparse."""
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a plain dense tensor, got the layout {x.layout}")
 
 
 def check_like(name: str, x: Tensor, shape: Sequence[int], device: torch.device, like: str) -> None:
@@ -69,29 +78,48 @@ def check_mask(mask: Any, shape: Sequence[int], device: torch.device, like: str)
         raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be torch.bool (True = live), got {mask.dtype}")
+    check_dense("mask", mask)
     check_like("mask", mask, shape, device, like)
+
+
+def check_number(name: str, value: Any) -> None:
+    """A real number. No tensor: a gradient to a coefficient would vanish, and reading one waits for its device."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def check_coefficient(name: str, value: float) -> None:
     """A weight in a loss: finite and not negative."""
+    check_number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and >= 0, got {value}")
 
 
 def check_fraction(name: str, value: float) -> None:
     """A number in [0, 1]; NaN is none."""
+    check_number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
 def check_positive(name: str, value: float) -> None:
     """A finite number above zero."""
+    check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be finite and > 0, got {value}")
 
 
+def check_scale(name: str, value: float) -> None:
+    """A positive number that float32 can hold: beyond it logits would silently become 0 or NaN."""
+    check_positive(name, value)
+    if not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        raise ValueError(f"{name} must be finite and > 0 in float32, got {value}")
+
+
 def choose(name: str, value: str, table: Mapping[str, _T]) -> _T:
     """The entry of ``table`` that the user named."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {', '.join(map(repr, table))}, got a {type(value).__name__}")
     if value not in table:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, table))}, got {value!r}")
     return table[value]
@@ -103,6 +131,7 @@ def check_token_ids(token_ids: Any, shape: Sequence[int], device: torch.device, 
         raise TypeError(f"token_ids must be a tensor, got {type(token_ids).__name__}")
     if token_ids.dtype not in _INTEGER_DTYPES:
         raise TypeError(f"token_ids must be an integer tensor, got {token_ids.dtype}")
+    check_dense("token_ids", token_ids)
     check_like("token_ids", token_ids, shape, device, like)
     return token_ids.to(torch.int64).contiguous()
 
@@ -131,17 +160,22 @@ def temperature_like(
 ) -> Tensor:
     """The temperature of each token, in the shape of ``token_ids``, contiguous and constant for autograd."""
     if not isinstance(temperature, Tensor):
-        check_positive("temperature", temperature)
+        check_scale("temperature", temperature)
         return torch.full(token_ids.shape, float(temperature), dtype=dtype, device=token_ids.device)
     if temperature.dtype == torch.bool or temperature.is_complex():
         raise TypeError(f"temperature must be a number or a tensor of numbers, got {temperature.dtype}")
+    check_dense("temperature", temperature)
+    if temperature.is_meta and not token_ids.is_meta:
+        raise ValueError(f"temperature must be on the device of token_ids, {token_ids.device}, got meta")
+    converted = temperature.detach().to(device=token_ids.device, dtype=dtype)
     try:
-        expanded = temperature.detach().to(device=token_ids.device, dtype=dtype).expand(token_ids.shape)
+        expanded = converted.expand(token_ids.shape)
     except RuntimeError as error:
         raise ValueError(
             f"temperature must broadcast to the shape of token_ids, {list(token_ids.shape)}, "
             f"got {list(temperature.shape)}"
         ) from error
-    if visible(temperature) and not bool(((temperature > 0) & temperature.isfinite()).all()):
+    # After the conversion, in which a float64 number may overflow or vanish.
+    if visible(converted) and not bool(((converted >= _FLOAT32.tiny) & converted.isfinite()).all()):
         raise ValueError("temperature must be finite and > 0 everywhere, got a tensor where it is not")
     return expanded.contiguous()

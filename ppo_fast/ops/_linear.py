@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ppo_fast.ops._checks import (
+    check_dense,
     check_float_tensor,
     check_ids_in_range,
     check_like,
     check_mask,
-    check_positive,
+    check_scale,
     check_token_ids,
     temperature_like,
 )
@@ -74,9 +75,10 @@ def check_layer(
     Under autocast hidden and weight are cast to its dtype, as for ``nn.Linear``; nothing else is, since old log-probs
     and advantages need their precision. Otherwise hidden is cast to the weight's dtype. The casts are differentiable.
     """
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if x is not None:
-            _check_plain(name, x)
+    _check_plain("hidden", hidden)
+    _check_plain("weight", weight)
+    if bias is not None:
+        _check_plain("bias", bias)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"weight must have the shape [V, H] with V, H >= 1, got {list(weight.shape)}")
     V, H = weight.shape
@@ -91,8 +93,10 @@ def check_layer(
         check_mask(mask, shape, device, "token_ids")
     check_ids_in_range(token_ids, V, mask)
     if softcap is not None:
-        check_positive("softcap", softcap)
-    check_positive("logit_scale", logit_scale)
+        check_scale("softcap", softcap)
+    check_scale("logit_scale", logit_scale)
+    if not isinstance(temperature, Tensor):
+        check_scale("temperature", temperature)
     if kept_ids is not None:
         kept_ids = _check_kept_ids(kept_ids, token_ids)
 
@@ -116,11 +120,14 @@ def check_layer(
 def _check_plain(name: str, x: Any) -> None:
     """A dense floating-point tensor whose memory holds its values: no DTensor, no quantised or sparse weight."""
     check_float_tensor(name, x)
-    if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor) or x.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a plain dense torch.Tensor or Parameter, got {type(x).__name__} with layout {x.layout}: "
-            "gather a distributed tensor, dequantise a quantised one"
-        )
+    if type(x) in (Tensor, torch.nn.Parameter, FakeTensor):
+        return
+    raise TypeError(
+        f"{name} must be a plain dense torch.Tensor or Parameter, got {type(x).__name__}: dequantise a quantised one. "
+        "One sharded by FSDP2 is whole inside the forward pass of the module it was sharded with: call the op there. A "
+        "DTensor elsewhere: where ranks hold different tokens, full_tensor(grad_placements=[Partial()]) adds their "
+        "gradients up; a bare full_tensor() would drop those of the other ranks"
+    )
 
 
 def _check_kept_ids(kept_ids: Any, token_ids: Tensor) -> Tensor:
@@ -129,6 +136,7 @@ def _check_kept_ids(kept_ids: Any, token_ids: Tensor) -> Tensor:
         raise TypeError(f"kept_ids must be a tensor, got {type(kept_ids).__name__}")
     if kept_ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"kept_ids must be int64 or int32, got {kept_ids.dtype}")
+    check_dense("kept_ids", kept_ids)
     if kept_ids.dim() != token_ids.dim() + 1 or kept_ids.shape[-1] == 0:
         raise ValueError(
             f"kept_ids must have the shape of token_ids and one more dimension K >= 1, "
@@ -144,7 +152,7 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
         return
     if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
-    if chunk_tokens < 1:
+    if not 1 <= chunk_tokens < 2**63:
         raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
 
 

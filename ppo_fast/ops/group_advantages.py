@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ppo_fast.ops._checks import check_float_tensor, choose
+from ppo_fast.ops._checks import check_coefficient, check_float_tensor, choose
 from ppo_fast.ops._library import stat_dtype, sum_dtype
 from ppo_fast.profiling import annotate
 
@@ -42,11 +40,10 @@ def group_advantages(
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size must be an integer >= 1, got {group_size!r}")
     if scores.shape[0] % group_size:
-        raise ValueError(f"scores must hold whole groups of {group_size}, got {scores.shape[0]} scores")
+        raise ValueError(f"scores must hold whole groups of group_size = {group_size}, got {scores.shape[0]}")
     if correction not in (0, 1):
         raise ValueError(f"correction must be 0 or 1, got {correction!r}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and >= 0, got {eps}")
+    check_coefficient("eps", eps)
     divide = choose("scale", scale, _SCALES)
     with annotate("ppo_fast::group_advantages"), torch.no_grad():
         groups = scores.to(sum_dtype(scores.device)).reshape(-1, group_size)

@@ -78,7 +78,8 @@ def linear_ppo_loss(
     trainable one; on CPU tokens without a gradient (clipped, or with advantage 0) are left out of the second and third
     product. The backward pass multiplies by the incoming scalar; where that is exactly 1 it does nothing. Under
     torch.compile this is one opaque op, one graph for any B and T. Keep it outside of activation checkpointing, which
-    would run it twice. Double backward is an error.
+    would run it twice. Double backward is an error. Numerics: as stated
+    for `linear_selected_logprobs`.
     """
     layer = check_layer(
         hidden,

@@ -88,7 +88,8 @@ def linear_selected_logprobs(
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16, float16 or float64, any strides; cast to the dtype of ``weight``.
-        weight: ``[V, H]``, any strides; may be the (tied) embedding. A plain tensor or Parameter.
+        weight: ``[V, H]``, any strides; may be the (tied) embedding. A plain tensor or Parameter. Of a layer that peft
+            has adapted, ``.weight`` is the base weight: `ppo_fast.head_weights` gives what the layer multiplies by.
         token_ids: ``[...]`` in [0, V). Ids at masked positions are not looked at.
         bias: ``[V]``.
         temperature: a positive number, or a tensor that broadcasts to ``token_ids``. It receives no gradient.
@@ -114,6 +115,12 @@ def linear_selected_logprobs(
     pass recomputes the logits chunk by chunk: 3 G with a frozen layer, 4 G with a trainable one; on CPU tokens without
     any incoming gradient are left out of it. A loss that is local to the token is cheaper through `linear_token_loss`.
 
+    Numerics, each tested on every CPU path. float32: the error against float64 is at most twice that of float32
+    PyTorch, in log-probs, entropies and gradients. 16-bit inputs: log-probs and entropies as a float32 output layer
+    makes them of the same inputs; gradients at most as far off as those of 16-bit PyTorch. A log-prob is never
+    positive (that of a certain token is 0 or its tiny negative), an entropy never negative, and the gradient of a row
+    of logits sums to 0 within rounding.
+
     Under autocast hidden and weight are cast to its dtype. Double backward is an error.
     """
     layer = check_layer(
@@ -130,7 +137,7 @@ def linear_selected_logprobs(
     need_hidden, need_weight, need_bias = layer.needs()
     ahead = need_hidden and not (need_weight or need_bias or return_entropy)
     with annotate("ppo_fast::linear_selected_logprobs"):
-        logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, return_entropy, ahead)
+        logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, bool(return_entropy), ahead)
     shape = token_ids.shape
     return (logprobs.reshape(shape), entropy.reshape(shape)) if return_entropy else logprobs.reshape(shape)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_fast.ops._checks import check_dense
 from ppo_fast.ops._chunks import chunk_loop
 from ppo_fast.ops._library import autograd_inside_op, define, detached, differentiable, stat_dtype, sum_dtype
 from ppo_fast.ops._linear import (
@@ -39,6 +40,9 @@ _functions: dict[str, TokenLoss] = {}
 # Names of the auxiliary values, in order, as the function under the key last returned them; None for none.
 _aux_names: dict[str, tuple[str, ...] | None] = {}
 _calls = itertools.count()
+_IN_PLACE = "token_loss must not change its inputs in place: rows may be the caller's own memory"
+# Tokens that `verify` computes one by one.
+_ALONE = 32
 
 
 def linear_token_loss(
@@ -80,8 +84,9 @@ def linear_token_loss(
         entropy_grad: False passes the entropy as a constant.
         chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 512 MiB
             elsewhere, at least 32.
-        verify: call the function on all tokens at once, reversed, in halves and doubled, and compare; one more product
-            with the output layer. For trying out a new loss, not for training.
+        verify: call the function on all tokens at once, reversed, in halves, doubled and one at a time, and compare
+            losses, gradients and auxiliary values; one more product with the output layer. For trying out a new loss,
+            not for training. What it can't see: a branch on a number of tokens that none of these calls has.
 
     Returns:
         the loss, 0-d float32 (float64 for a float64 weight), differentiable in ``hidden``, ``weight`` and ``bias``; or
@@ -89,14 +94,16 @@ def linear_token_loss(
 
     Raises:
         TypeError, ValueError: for arguments that don't fit, rows that require grad, a token_loss that returns anything
-            but the above, or, with ``verify``, one that is not local to the token; under torch.compile also a
-            token_loss that is not a function at the top level of a module.
+            but the above, changes its inputs in place or uses another tensor that requires grad (it would receive
+            none), or, with ``verify``, one that is not local to the token; under torch.compile also a token_loss that
+            is not a function at the top level of a module.
         IndexError: for an id out of range or outside its kept set, on CPU.
 
     Cost, with ``G = 2 N V H`` over the live tokens: G without gradients, 2 G with a frozen output layer, 3 G with a
     trainable one; on CPU tokens whose loss has no gradient are left out of the second and third product. The backward
     pass multiplies by the incoming scalar; where that is exactly 1 it does nothing. Keep it outside of activation
-    checkpointing, which would run it twice. Double backward is an error.
+    checkpointing, which would run it twice. Double backward is an error. Numerics: as stated for
+    `linear_selected_logprobs`.
     """
     layer = check_layer(
         hidden,
@@ -112,6 +119,8 @@ def linear_token_loss(
     check_chunk_tokens(chunk_tokens)
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    if isinstance(rows, Tensor) or not isinstance(rows, Sequence):
+        raise TypeError(f"rows must be a sequence of tensors, got {type(rows).__name__}")
     shape = token_ids.shape
     flat = [_flat_row(i, row, token_ids) for i, row in enumerate(rows)]
     if verify:
@@ -142,6 +151,7 @@ def linear_token_loss(
 def _flat_row(i: int, row: Any, token_ids: Tensor) -> Tensor:
     if not isinstance(row, Tensor):
         raise TypeError(f"rows[{i}] must be a tensor, got {type(row).__name__}")
+    check_dense(f"rows[{i}]", row)
     dims = token_ids.dim()
     if row.shape[:dims] != token_ids.shape:
         raise ValueError(
@@ -163,7 +173,11 @@ def _call(
 ) -> tuple[Tensor, dict[str, Tensor] | None]:
     """What the function returns, checked: losses [n], and the auxiliary values [n] if there are any."""
     n = logprobs.shape[0]
+    inputs = [x for x in (logprobs, entropy, *rows) if not x.is_inference()]
+    versions = [x._version for x in inputs]
     returned = token_loss(logprobs, entropy, *rows)
+    if [x._version for x in inputs] != versions:
+        raise ValueError(_IN_PLACE)
     loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(loss, Tensor) or not (aux is None or isinstance(aux, dict)):
         got = ", ".join(type(x).__name__ for x in returned) if isinstance(returned, tuple) else type(returned).__name__
@@ -192,46 +206,86 @@ def _differentiate(
         loss, aux = _call(token_loss, logprobs, entropy, rows)
         c = e = None
         if loss.requires_grad:
+            _refuse_foreign_leaves(loss, (logprobs, entropy))
             inputs = (logprobs, entropy) if entropy_grad else (logprobs,)
             c, *more = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
             e = more[0] if more else None
     return loss.detach(), aux, torch.zeros_like(logprobs) if c is None else c, e
 
 
+def _refuse_foreign_leaves(loss: Tensor, own: tuple[Tensor, Tensor]) -> None:
+    """A tensor that the function closes over and that requires grad would be left without its gradient."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaf = node.variable  # type: ignore[attr-defined]
+            if all(leaf is not x for x in own):
+                raise ValueError(
+                    "token_loss must be differentiable in log-probs and entropy alone, but it uses a tensor of shape "
+                    f"{list(leaf.shape)} that requires grad and would receive none: detach it, or compute the loss "
+                    "from linear_selected_logprobs"
+                )
+        waiting.extend(node for node, _ in node.next_functions)
+
+
 def _verify(layer: Layer, token_loss: TokenLoss, rows: Sequence[Tensor], entropy_grad: bool) -> None:
-    """Raise ValueError if the loss of a token, or its gradient, depends on the tokens that it is computed with."""
+    """Raise ValueError if anything the function gives for a token depends on the tokens that it is computed with."""
     with torch.no_grad():
         logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, True, False)
     live = torch.ones_like(layer.token_ids, dtype=torch.bool) if layer.mask is None else layer.mask
     index = live.nonzero()[:, 0]
+    sources = (logprobs, entropy, *rows)
 
-    def computed(group: Tensor) -> list[Tensor]:
-        loss, _, c, e = _differentiate(
-            token_loss, logprobs[group], entropy[group], [row[group] for row in rows], entropy_grad
-        )
-        return [loss, c, torch.zeros_like(c) if e is None else e]
+    def computed(group: Tensor) -> dict[str, Tensor]:
+        inputs = [x[group] for x in sources]
+        loss, aux, c, e = _differentiate(token_loss, inputs[0], inputs[1], inputs[2:], entropy_grad)
+        if not all(_same(x, source[group]).all() for x, source in zip(inputs, sources, strict=True)):
+            raise ValueError(_IN_PLACE)
+        derivatives = {"dloss/dlogprob": c, "dloss/dentropy": torch.zeros_like(c) if e is None else e}
+        return {"the loss": loss, **derivatives, **{f"the value {name!r}": x for name, x in (aux or {}).items()}}
+
+    def joined(groups: Sequence[Tensor]) -> dict[str, Tensor]:
+        parts = [computed(group) for group in groups]
+        common = [what for what in parts[0] if all(what in part for part in parts)]
+        return {what: torch.cat([part[what] for part in parts]) for what in common}
 
     whole = computed(index)
     half = index.numel() // 2
+    # All of them one by one would take as many calls: a few show what a mean or a threshold does to a single token.
+    few = torch.linspace(0, max(index.numel() - 1, 0), min(index.numel(), _ALONE), device=index.device).long()
     twice = computed(index.repeat_interleave(2))
-    regrouped = (
-        ("in reverse order", [x.flip(0) for x in computed(index.flip(0))]),
-        ("in two halves", [torch.cat(x) for x in zip(computed(index[:half]), computed(index[half:]), strict=True)]),
-        ("with each token twice", [x[::2] for x in twice]),
-        ("with each token twice", [x[1::2] for x in twice]),
-    )
-    eps = torch.finfo(logprobs.dtype).eps
-    for how, results in regrouped:
-        for what, a, b in zip(("loss", "dloss/dlogprob", "dloss/dentropy"), whole, results, strict=True):
-            size = float(torch.nan_to_num(a.abs(), posinf=0.0).amax()) if a.numel() else 0.0
-            wrong = ~torch.isclose(a, b, rtol=100 * eps, atol=10 * eps * size, equal_nan=True)
-            if wrong.any():
-                i = int(wrong.nonzero()[0])
+    for how, results, positions in (
+        ("in reverse order", {what: x.flip(0) for what, x in computed(index.flip(0)).items()}, None),
+        ("in two halves", joined([index[:half], index[half:]]), None),
+        ("with each token twice", {what: x[::2] for what, x in twice.items()}, None),
+        ("with each token twice", {what: x[1::2] for what, x in twice.items()}, None),
+        ("one at a time", joined([index[i : i + 1] for i in few.tolist()] or [index]), few),
+    ):
+        if results.keys() != whole.keys():
+            raise ValueError(f"token_loss must always give the same values, but computed {how} they have other names")
+        for what, of_all in whole.items():
+            a, b = of_all.detach(), results[what].detach()
+            a = a if positions is None else a[positions]
+            close = _same(a, b)
+            if a.is_floating_point() and a.numel():
+                size = torch.nan_to_num(of_all.detach().abs(), posinf=0.0).amax()
+                close |= (a - b).abs() <= torch.finfo(a.dtype).eps * (100 * b.abs() + 10 * size)
+            if not close.all():
+                i = int((~close).nonzero()[0])
+                token = i if positions is None else int(positions[i])
                 raise ValueError(
-                    f"token_loss must be local to the token, but {what} of live token {i} is {float(a[i]):.6g} among "
-                    f"all {index.numel()} live tokens and {float(b[i]):.6g} when they are computed {how}: fix "
+                    f"token_loss must be local to the token, but {what} of live token {token} is {float(a[i]):.6g} "
+                    f"among all {index.numel()} live tokens and {float(b[i]):.6g} when they are computed {how}: fix "
                     "normalisers beforehand and pass them in rows, or use linear_selected_logprobs"
                 )
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | ((a != a) & (b != b))
 
 
 # -------------------------------------------------------------------------------------------------------- torch.compile

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ppo_fast.ops import _eager
 from ppo_fast.ops._aggregation import nan_without_tokens, row_weights
-from ppo_fast.ops._checks import check_coefficient, check_float_like, check_fraction, check_mask, check_matrix, choose
+from ppo_fast.ops._checks import (
+    check_coefficient,
+    check_float_like,
+    check_fraction,
+    check_mask,
+    check_matrix,
+    check_number,
+    choose,
+)
 from ppo_fast.ops._library import define, define_loss_backward, differentiable, stat_dtype, sum_dtype
 from ppo_fast.profiling import annotate
 
@@ -111,9 +119,11 @@ def check_ppo_settings(
     choose("objective", objective, OBJECTIVES)
     choose("kl_estimator", kl_estimator, KL_ESTIMATORS)
     check_fraction("clip_low", clip_low)
+    check_number("clip_high", clip_high)
     if not clip_high >= 0:
         raise ValueError(f"clip_high must be >= 0, got {clip_high}")
     if dual_clip is not None:
+        check_number("dual_clip", dual_clip)
         if objective != "ppo":
             raise ValueError(f"dual_clip belongs to objective 'ppo', got objective {objective!r}")
         if not 1 < dual_clip < math.inf:

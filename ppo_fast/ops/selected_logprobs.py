@@ -128,12 +128,14 @@ def _check_overwritable(logits: Tensor) -> None:
     if logits.is_leaf:
         raise ValueError("inplace_backward needs logits that were computed, got a leaf: its values would be lost")
     sizes, strides = logits.shape, logits.stride()
-    expected = sizes[-1]  # the least stride that keeps rows apart
+    # Rows stay apart if every stride steps over all that lies within it. (No sorting: sizes may be symbolic.)
     overlapping = False
-    for stride, size in sorted(zip(strides[:-1], sizes[:-1], strict=True)):
-        if size > 1:
-            overlapping |= stride < expected
-            expected = stride * size
+    for i, stride in enumerate(strides[:-1]):
+        reach = sizes[-1] - 1
+        for j, within in enumerate(strides[:-1]):
+            if j != i and sizes[j] > 1 and within <= stride:
+                reach += (sizes[j] - 1) * within
+        overlapping |= bool(sizes[i] > 1 and stride <= reach)
     # More than two leading dimensions are merged; those that can't be are copied.
     copied = any(strides[i] != strides[i + 1] * sizes[i + 1] for i in range(logits.dim() - 3))
     if strides[-1] != 1 or overlapping or copied:

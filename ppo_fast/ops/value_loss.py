@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppo_fast.ops import _eager
 from ppo_fast.ops._aggregation import nan_without_tokens, row_weights
-from ppo_fast.ops._checks import check_float_like, check_mask, check_matrix
+from ppo_fast.ops._checks import check_float_like, check_mask, check_matrix, check_number
 from ppo_fast.ops._library import define, define_loss_backward, differentiable, stat_dtype, sum_dtype
 from ppo_fast.profiling import annotate
 
@@ -70,8 +70,10 @@ def value_loss(
     check_float_like("old_values", old_values, values, "values")
     check_float_like("returns", returns, values, "values")
     check_mask(mask, values.shape, values.device, "values")
-    if clip_range is not None and not clip_range >= 0:
-        raise ValueError(f"clip_range must be None or >= 0, got {clip_range}")
+    if clip_range is not None:
+        check_number("clip_range", clip_range)
+        if not clip_range >= 0:
+            raise ValueError(f"clip_range must be None or >= 0, got {clip_range}")
     with annotate("ppo_fast::value_loss"):
         dtype = stat_dtype(values.dtype)
         loss, _, sums = torch.ops.ppo_fast.value_loss(

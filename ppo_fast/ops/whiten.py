@@ -37,6 +37,8 @@ def whiten(
         check_float_tensor("moments", moments)
         if moments.shape != (3,):
             raise ValueError(f"moments must have the shape [3] (count, sum, M2), got {list(moments.shape)}")
+        if moments.device != x.device:
+            raise ValueError(f"moments must be on the device of x, {x.device}, got {moments.device}")
     with annotate("ppo_fast::whiten"), torch.no_grad():
         # Wide, so that a mean far from zero costs no digits of the small differences to it.
         wide = torch.where(mask, x.to(sum_dtype(x.device)), 0.0)
@@ -45,7 +47,7 @@ def whiten(
             mean = wide.sum() / count
             spread = torch.where(mask, wide - mean, 0.0).square().sum()
         else:
-            count, total, spread = moments.to(wide).unbind(0)
+            count, total, spread = moments.to(wide.dtype).unbind(0)
             mean = total / count
         whitened = (wide - mean) / (spread / count).sqrt().clamp(min=_MIN_STD)
         if not shift_mean:

@@ -70,7 +70,7 @@ def generate(
     running = torch.ones(batch, dtype=torch.bool, device=device)
 
     with actor.activated(), annotate("ppo_fast/decode"):
-        body = actor.model.base_model
+        body, head = actor.model.base_model, actor.head
         # transformers renames its argument past_key_values to cache within 5.x, and drops the old name in 5.40.
         cache_keyword = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
         cache = DynamicCache(config=actor.model.config)
@@ -85,7 +85,7 @@ def generate(
                 use_cache=True,
                 **{cache_keyword: cache},
             ).last_hidden_state[:, -1]
-            logits = actor.head.logits(hidden)
+            logits = head.logits(hidden)
             ids = _draw(logits, temperature, uniforms[:, step])
             drawn = ops.selected_logprobs(logits, ids, temperature=temperature or 1.0)
             chosen[:, step] = ids.where(running, pad_id)

@@ -58,8 +58,8 @@ CONTRADICTIONS = {
     "adapter value": (lambda it: {"model": _arrived(it, name="value")}, "an adapter named 'value'"),
     "adapter reference": (lambda it: {"model": _arrived(it, name="reference")}, "an adapter named 'reference'"),
     "head adapter": (
-        lambda it: {"peft_config": it.lora(target_modules=["lm_head"])},
-        "the adapter is on the model's head",
+        lambda it: {"peft_config": it.lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3]})},
+        "the model's head is adapted by peft.*TrainableTokensWrapper, which can't be read as one matrix",
     ),
     "no such target": (lambda it: {"peft_config": it.lora(target_modules=["nope"])}, "peft_config can't work .*nope"),
     "rank 0": (lambda it: {"peft_config": it.lora(r=0)}, "peft_config can't work with this model .*; give r >= 1"),

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaModel
 
+from ppo_fast.errors import UserError
 from ppo_fast.models.roles import build_roles
 
 EOS = 1
@@ -304,6 +305,40 @@ def test_a_trained_adapter_with_another_reference_needs_no_copy(with_adapter, ti
     assert "reference" not in model.peft_config
     assert roles.reference.adapter is None
     assert build_roles(with_adapter(), ref_model="none").reference is None
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("qwen2", {"target_modules": ["q_proj", "lm_head"]}), ("gemma2", {"target_modules": ["lm_head"]}),
+     ("llama", {"target_modules": ["lm_head"], "use_dora": True}),
+     ("phi", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})],
+    ids=["lora", "softcap", "dora", "modules_to_save"],
+)  # fmt: skip
+def test_an_adapter_on_the_head(settings, family, tiny_model, lora, shake, ragged, batch):
+    """Each role reads the head with its own adapter, and the gradients of all that trains are the model's own."""
+    roles = build_roles(tiny_model(family), peft_config=lora(**settings))
+    start = _scored(roles.policy, batch)
+    shake([*roles.policy_parameters.values(), *roles.value_parameters.values()])
+    assert any("lm_head" in name for name in roles.policy_parameters)
+    base = roles.policy.model.eval()
+    for row, expected in enumerate(_bare_logprobs(base, ragged)):  # the policy's adapter is the active one
+        got = _scored(roles.policy, batch)[row]
+        torch.testing.assert_close(got[: len(expected)], expected, rtol=1e-5, atol=1e-4)
+    assert (_scored(roles.policy, batch) - start).abs().max() > 0.1
+    assert torch.equal(_scored(roles.reference, batch), start)
+
+    prompt, reply = ragged[2]
+    parameters = list(roles.policy_parameters.values())
+    got = torch.autograd.grad(_logprobs(roles.policy, batch)[2].sum(), parameters)
+    logits = base(input_ids=torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.autograd.grad(logits.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).sum(), parameters)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+def test_dora_on_a_tied_head_is_named_where_peft_makes_nan_of_it(tiny_model, lora):
+    with pytest.raises(UserError, match="Qwen2ForCausalLM gives NaN for logits"):
+        build_roles(tiny_model("qwen2"), peft_config=lora(target_modules=["lm_head"], use_dora=True))
 
 
 # Full weights ----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_no_scores_and_detached():
 @pytest.mark.parametrize(
     ("arguments", "keywords", "message"),
     [
-        ((torch.zeros(6), 4), {}, "scores must hold whole groups of 4, got 6 scores"),
+        ((torch.zeros(6), 4), {}, "scores must hold whole groups of group_size = 4, got 6"),
         ((torch.zeros(2, 3), 3), {}, r"scores must have the shape \[B\], got \[2, 3\]"),
         ((torch.zeros(6), 0), {}, "group_size must be an integer >= 1, got 0"),
         ((torch.zeros(6), 2.0), {}, "group_size must be an integer >= 1, got 2.0"),

@@ -260,15 +260,93 @@ NOT_LOCAL = {
     "centred": lambda p, e, t, w: (p - p.mean()) * t,
     "baseline": lambda p, e, t, w: (p - p.detach().mean()).square(),
     "sequence ratio": lambda p, e, t, w: (p - p.detach() + p.detach().mean()).exp() * t,
+    "gspo": lambda p, e, t, w: (p - t).mean().exp().expand_as(p) * w,
+    "batch norm": lambda p, e, t, w: (p - p.mean()) / (p.std(correction=0) + 1e-5) * w,
+    "batch norm, detached": lambda p, e, t, w: (p - p.detach().mean()) / (p.detach().std(correction=0) + 1e-5) * w,
+    "largest weight": lambda p, e, t, w: p * w / w.amax(),
+    "best half": lambda p, e, t, w: p * (p >= p.detach().median()),
+    "neighbour": lambda p, e, t, w: p * w.roll(1),
+    "sorted": lambda p, e, t, w: p.sort().values * w,
+    "dropout": lambda p, e, t, w: p * (torch.rand_like(p) < 0.5),
+    "noise": lambda p, e, t, w: p * w + 1e-3 * torch.randn_like(p),
+    # The same for all, for reversed, halved and doubled tokens, if the sums happen to have one sign.
+    "sign of the sum": lambda p, e, t, w: p * t.abs() * (t.abs() - 0.1).sum().sign() if len(p) > 1 else p,
+    "auxiliary": lambda p, e, t, w: (p * w, {"centred": p - p.mean()}),
+    "auxiliary names": lambda p, e, t, w: (p * w, {f"of {p.numel()}": p}),
 }
 
 
-@pytest.mark.parametrize(("name", "n"), [(name, 7) for name in NOT_LOCAL] + [(name, 1) for name in list(NOT_LOCAL)[:5]])
+@pytest.mark.parametrize(("name", "n"), [(name, 9) for name in NOT_LOCAL] + [(name, 1) for name in list(NOT_LOCAL)[:5]])
 def test_verify_refuses_losses_that_are_not(name, n):
     hidden, weight, ids, rows, _ = case((n,), dtype=torch.float32)
     token_loss = NOT_LOCAL[name]
-    with pytest.raises(ValueError, match="token_loss must be local to the token"):
+    with pytest.raises(ValueError, match=r"token_loss must (be local to the token|always give the same values)"):
         linear_token_loss(hidden, weight, ids, token_loss, rows, verify=True)
+
+
+def test_verify_finds_one_token_among_many():
+    hidden, weight, ids, rows, _ = case((300,), dtype=torch.float32)
+    odd = torch.zeros(300, dtype=torch.bool)
+    odd[211] = True
+
+    def almost(logprobs, entropy, target, weight, odd):
+        return torch.where(odd, logprobs - target.mean(), logprobs - target) * weight
+
+    with pytest.raises(ValueError, match="the loss of live token 211 is"):
+        linear_token_loss(hidden, weight, ids, almost, (*rows, odd), verify=True)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_nan_comes_through_as_it_does_unchunked(verify):
+    """0 / 0 in some tokens is local, and so is a NaN that only the gradient has."""
+    hidden, weight, ids, rows, _ = case((6,))
+    good = torch.tensor([True, True, False, True, False, True])
+    for token_loss in (
+        lambda p, e, t, w, good: p * torch.where(good, w, 0.0) / good,
+        lambda p, e, t, w, good: torch.where(good, p, (p * good).sqrt()),
+    ):
+        loss = linear_token_loss(hidden, weight, ids, token_loss, (*rows, good), chunk_tokens=2, verify=verify)
+        expected = by_hand(hidden, weight, ids, token_loss, (*rows, good))
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+        (got,), (gradient,) = torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden)
+        assert gradient.isnan().any()
+        torch.testing.assert_close(got, gradient, equal_nan=True, rtol=1e-11, atol=1e-12)
+
+
+IN_PLACE = {
+    "row": lambda p, e, t, w: p * t.mul_(2),
+    "log-prob": lambda p, e, t, w: p.detach().sub_(1) * t + p,
+    "entropy": lambda p, e, t, w: p + e.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_loss_that_changes_its_inputs_is_refused(name, mode):
+    """Its gradient would be wrong, and the caller's rows with it."""
+    hidden, weight, ids, rows, _ = case((7,), dtype=torch.float32)
+    for verify in (False, True):
+        with mode(), pytest.raises(ValueError, match="token_loss must not change its inputs in place"):
+            linear_token_loss(hidden, weight, ids, IN_PLACE[name], rows, verify=verify)
+    with pytest.raises(ValueError, match="token_loss must not change its inputs in place"):
+        linear_token_loss(hidden, weight, ids, lambda p, e, t, w: p * t.data.mul_(2), rows, verify=True)
+
+
+def test_a_loss_that_needs_a_gradient_for_something_else_is_refused():
+    """A learned baseline, say: its gradient would be lost without a word."""
+    hidden, weight, ids, rows, _ = case((7,))
+    baseline = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    for used in (baseline[0], (baseline * 2).tanh().sum()):
+
+        def centred(logprobs, entropy, target, weight, used=used):
+            return (logprobs - used) * target
+
+        with pytest.raises(ValueError, match=r"uses a tensor of shape \[3\] that requires grad"):
+            linear_token_loss(hidden, weight, ids, centred, rows)
+        with torch.no_grad():
+            linear_token_loss(hidden, weight, ids, centred, rows)
+        detached = used.detach()
+        linear_token_loss(hidden, weight, ids, lambda p, e, t, w, used=detached: (p - used) * t, rows, verify=True)
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

@@ -563,6 +563,18 @@ class TestAutograd:
                 x, ids = torch.randn(n, 13), torch.randint(13, (n,))
                 assert torch.allclose(compiled(x, ids), formula(x, ids)[0], atol=1e-6)
 
+    def test_overwriting_is_compiled_for_any_number_of_rows(self):
+        """The layout check must not need to know symbolic sizes."""
+
+        def total(x, ids):
+            return selected_logprobs(3 * x, ids, inplace_backward=True).square().sum()
+
+        compiled = torch.compile(total, fullgraph=True, backend="aot_eager", dynamic=True)
+        for n in (4, 5, 9):
+            x, ids = torch.randn(2, n, 13, requires_grad=True), torch.randint(13, (2, n))
+            got, expected = (torch.autograd.grad(f(x, ids), x)[0] for f in (compiled, total))
+            assert torch.allclose(got, expected, rtol=1e-6, atol=1e-6)
+
     def test_opcheck(self, opcheck):
         for return_entropy in (False, True):
             logits = torch.randn(2, 3, 8).bfloat16()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from ppo_fast import ops
 from ppo_fast.models.roles import Actor, build_roles
@@ -87,6 +87,18 @@ def test_logprobs_equal_those_of_training(family, tiny_model):
             **actor.head.kwargs(),
         )  # fmt: skip
     torch.testing.assert_close(rescored, rollout.logprobs, rtol=0, atol=2e-5)
+
+
+def test_an_adapter_on_the_head_samples_too(tiny_model):
+    """The roles fold it into the head; sampling and training must mean the same distribution, other than the base's."""
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    adapted = Actor(get_peft_model(tiny_model(), config).get_base_model())
+    rollout = _sample(adapted, temperature=0.8)
+    for row, reply in enumerate(rollout.completion_ids()):
+        expected = _full_logprobs(adapted.model, PROMPTS[row], reply, 0.8)
+        torch.testing.assert_close(rollout.logprobs[row, : len(reply)].double(), expected, rtol=0, atol=2e-5)
+        bare = _full_logprobs(tiny_model(), PROMPTS[row], reply, 0.8)
+        assert (bare - expected).abs().max() > 0.05
 
 
 def test_greedy_logprobs_are_those_at_temperature_1(tiny_model):

@@ -46,6 +46,10 @@ VARIANTS = {
     "lora": ({}, {}),
     "full": ({"lora": False}, {}),
     "head": ({"trainer": {"value_model": "head"}}, {}),
+    "adapter on the head": (
+        {"trainer": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")}},
+        {},
+    ),
     "adaptive_kl": ({}, {"kl_target": 0.01, "kl_horizon": 64, "lr_scheduler_type": "cosine"}),
 }
 
