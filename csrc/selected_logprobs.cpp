@@ -31,8 +31,9 @@
 
 namespace ppo_fast {
 
-constexpr int64_t kSegment = 16384;  // columns to a task: 10 for 151936, so that one row keeps several threads busy
-constexpr int64_t kBlock = 2048;     // columns between two looks at the maximum; divides kSegment
+constexpr int64_t kSegment = 32768;  // columns to a task: 5 for 151936, so that one row keeps several threads busy
+constexpr int64_t kBlock = 2048;     // columns between two looks at what is above the reference
+constexpr int64_t kFirstBlock = 256;
 constexpr double kSlack = 2;         // nats by which the maximum may exceed the reference
 
 // What part of a row amounts to, in the units of its logits.

@@ -25,6 +25,7 @@ from torch import Tensor
 from ppo_fast.ops._library import autograd_inside_op, detached, stat_dtype, sum_dtype
 
 PPO, CISPO = 0, 1
+MIN_STD = 1e-8  # csrc/whiten.cpp has it, too
 # Logits are copied to the stat dtype at most this many elements at a time (32 MiB in float32).
 _CHUNK_ELEMENTS = 1 << 23
 
@@ -238,6 +239,22 @@ def gae(
     count, total = mask.sum(dtype=wide.dtype), wide.sum()
     spread = torch.where(mask, wide - total / count, 0.0).square().sum()
     return advantages, returns, torch.stack([count, total, spread])
+
+
+def whiten(
+    x: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    moments: Tensor,  # [3] = (count, sum, M2 about the mean)
+    shift_mean: bool,
+) -> Tensor:  # [B, T]
+    """``(x - mean) / max(std, 1e-8)`` at live tokens, plus the mean without ``shift_mean``; 0 elsewhere."""
+    count, total, spread = moments.unbind(0)
+    mean = total / count
+    # Wide, so that a mean far from zero costs no digits of the small differences to it.
+    whitened = (x.to(moments.dtype) - mean) / (spread / count).sqrt().clamp(min=MIN_STD)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0).to(x.dtype)
 
 
 def selected_logprobs(
