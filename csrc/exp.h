@@ -3,6 +3,7 @@
 // row_exp: exp(d / T) over a row of logits, d = x - reference. In base 2, with log2(e) / T folded into one constant:
 //   2^t, t = d * c, t = n + f with |f| <= 1/2, a polynomial of degree 5 in f with constant term exactly 1 (error
 //   9.1e-8 relative, found by minimax; 1.1e-7 after rounding its coefficients), times 2^n. exp(0) is exactly 1.
+//   AVX-512 has n in steps of 1/32, 2^n's fraction from a table, and a polynomial of degree 2 (5.4e-8 before rounding).
 // exp_terms: e^x, e^x - 1 and e^x - 1 - x for a log-ratio x. In base e: x = n ln2 + r with ln2 in two parts, whose
 //   first product is exact with or without FMA; e^r - 1 = r + r^2 P(r), P of degree 5. Small x keeps full relative
 //   precision in all three, so that KL estimator k3 neither cancels nor turns negative.
@@ -23,26 +24,47 @@ template <> struct RowExp<double> {
   double floor;
 };
 
+#if PPO_FAST_ISA >= 2
+// 2^(k / 32), rounded.
+constexpr float kPowers[32] = {
+    0x1p+0f, 0x1.059b0ep+0f, 0x1.0b5586p+0f, 0x1.11301ep+0f,
+    0x1.172b84p+0f, 0x1.1d4874p+0f, 0x1.2387a6p+0f, 0x1.29e9ep+0f,
+    0x1.306fep+0f, 0x1.371a74p+0f, 0x1.3dea64p+0f, 0x1.44e086p+0f,
+    0x1.4bfdaep+0f, 0x1.5342b6p+0f, 0x1.5ab07ep+0f, 0x1.6247ecp+0f,
+    0x1.6a09e6p+0f, 0x1.71f75ep+0f, 0x1.7a1148p+0f, 0x1.82589ap+0f,
+    0x1.8ace54p+0f, 0x1.93737cp+0f, 0x1.9c4918p+0f, 0x1.a5503cp+0f,
+    0x1.ae89fap+0f, 0x1.b7f77p+0f, 0x1.c199bep+0f, 0x1.cb720ep+0f,
+    0x1.d5818ep+0f, 0x1.dfc974p+0f, 0x1.ea4afap+0f, 0x1.f50766p+0f,
+};
+#endif
+
 template <class V> PPO_FAST_FN RowExp<V> row_exp_constants(double temperature) {
   if constexpr (lanes<V> == 1) {
     return {1.0 / temperature, -745.2 * temperature};
   } else {
     // AVX-512 scales into float32's subnormals and past them to zero; elsewhere n stays a normal exponent.
-    constexpr double lowest = PPO_FAST_ISA == 2 ? -104.0 : -87.0;
+    constexpr double lowest = PPO_FAST_ISA >= 2 ? -104.0 : -87.0;
     return {splat<V>(1.4426950408889634 / temperature), splat<V>(lowest * temperature)};
   }
 }
 
 // Cuts d off at the floor, so that d * exp(d) is 0 and not NaN at -inf; NaN passes.
+#if PPO_FAST_ISA >= 2
 PPO_FAST_FN vf row_exp(vf& d, const RowExp<vf>& k) {
   d = vmax(k.floor, d);
-  const vf t = d * k.scale;
-#if PPO_FAST_ISA == 2
-  const vf n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf shifted = fma(d, k.scale, splat<vf>(393216));  // 1.5 * 2^18 leaves 5 bits for the fraction
+  const vf n = shifted - splat<vf>(393216);
+  const vf f = fma(d, k.scale, -n);
+  const vf power =
+      _mm512_permutex2var_ps(_mm512_loadu_ps(kPowers), bits<__m512i>(shifted), _mm512_loadu_ps(kPowers + 16));
+  const vf p = fma(fma(f, splat<vf>(0x1.ebfbe0p-3), splat<vf>(0x1.62e584p-1)), f * power, power);
+  return _mm512_scalef_ps(p, n);  // which takes the integer below n
+}
 #else
-  const vf shifted = t + kRound;
+PPO_FAST_FN vf row_exp(vf& d, const RowExp<vf>& k) {
+  d = vmax(k.floor, d);
+  const vf shifted = d * k.scale + kRound;
   const vf n = shifted - kRound;
-#endif
   const vf f = fma(d, k.scale, -n);  // exact product where there is an FMA
   vf p = splat<vf>(0x1.5bba14p-10);
   p = fma(p, f, splat<vf>(0x1.3cea88p-7));
@@ -50,13 +72,10 @@ PPO_FAST_FN vf row_exp(vf& d, const RowExp<vf>& k) {
   p = fma(p, f, splat<vf>(0x1.ebf9bcp-3));
   p = fma(p, f, splat<vf>(0x1.62e42ap-1));
   p = fma(p, f, splat<vf>(1));
-#if PPO_FAST_ISA == 2
-  return _mm512_scalef_ps(p, n);
-#else
   const vf e = bits<vf>(bits<vu>(p) + (bits<vu>(shifted) << 23));
   return d <= k.floor ? splat<vf>(0) : e;
-#endif
 }
+#endif
 PPO_FAST_FN double row_exp(double& d, const RowExp<double>& k) {
   d = vmax(k.floor, d);
   return d <= k.floor ? 0.0 : ::exp(d * k.scale);

@@ -1,17 +1,27 @@
 // gae: advantages, returns and the moments of the live advantages of [B, T], in one backward pass over each row.
 //
-// Pipeline: rows in parallel -> each row from its last token to its first, two numbers carried: the advantage and the
-// value of the next live token -> per row count, sum and sum of squares about the row's own last live advantage ->
-// rows combined in order.
+// Pipeline: rows in parallel -> each row from its last token to its first, eight live tokens at a time where there are
+// eight in a run, two numbers carried: the advantage and the value of the next live token -> per row count, sum and sum
+// of squares about the row's own last live advantage -> rows combined in order.
 //
-// Numerics: the recursion runs in double for float32 too (it is a chain of dependent additions: width costs no time)
-// and is rounded once, so errors don't build up over T. Moments are those of the rounded advantages; squares are
-// taken about an advantage of the row and rows are joined by the parallel-variance formula (Chan, Golub, LeVeque
-// 1979), so a mean far from zero costs no digits. A row belongs to one thread and the order of rows is fixed: the
-// same bits for any number of threads. The chain leaves nothing to vectorise, hence one copy for all instruction
-// sets.
+// Numerics: the recursion runs in double for float32 too and is rounded once, so errors don't build up over T. Moments
+// are those of the rounded advantages; squares are taken about an advantage of the row and rows are joined by the
+// parallel-variance formula (Chan, Golub, LeVeque 1979), so a mean far from zero costs no digits. A row belongs to one
+// thread and the order of rows is fixed: the same bits for any number of threads, and at every instruction set. Runs are
+// counted from the last live token: padding behind a row changes nothing.
 #include "parallel.h"
 #include "tensors.h"
+
+namespace ppo_fast {
+
+struct RowMoments {
+  double count, sum, m2;
+};
+
+}  // namespace ppo_fast
+
+#define PPO_FAST_BODY "gae_row.h"
+#include "for_each_isa.h"
 
 namespace ppo_fast {
 namespace {
@@ -19,7 +29,7 @@ namespace {
 struct Moments {
   double count = 0, sum = 0, m2 = 0;
 
-  void add(const Moments& other) {
+  void add(const RowMoments& other) {
     if (other.count == 0) return;
     if (count > 0) {
       const double difference = other.sum / other.count - sum / count;
@@ -30,34 +40,6 @@ struct Moments {
     sum += other.sum;
   }
 };
-
-template <class S>
-Moments gae_row(const S* rewards, const S* values, const bool* mask, int64_t T, double gamma, double lam,
-                double bootstrap, S* advantages, S* returns) {
-  const double decay = gamma * lam;
-  double next_value = bootstrap, advantage = 0;
-  double origin = 0, count = 0, offset = 0, squares = 0;  // sums of (advantage - origin) and its square
-  for (int64_t t = T - 1; t >= 0; --t) {
-    if (!mask[t]) {
-      advantages[t] = returns[t] = 0;
-      continue;
-    }
-    const double value = values[t];
-    advantage = (rewards[t] + gamma * next_value - value) + decay * advantage;
-    next_value = value;
-    advantages[t] = static_cast<S>(advantage);
-    returns[t] = static_cast<S>(advantage + value);
-
-    const double rounded = advantages[t];
-    if (count == 0) origin = rounded;
-    count += 1;
-    offset += rounded - origin;
-    squares += (rounded - origin) * (rounded - origin);
-  }
-  if (count == 0) return {};
-  const double m2 = squares - offset * offset / count;
-  return {count, offset + count * origin, m2 < 0 ? 0 : m2};
-}
 
 template <class S>
 std::tuple<Tensor, Tensor, Tensor> gae_of(const Tensor& rewards_, const Tensor& values_, const Tensor& mask_,
@@ -71,16 +53,17 @@ std::tuple<Tensor, Tensor, Tensor> gae_of(const Tensor& rewards_, const Tensor& 
   Tensor advantages = empty({B, T}, dtype), returns = empty({B, T}, dtype), moments = empty({3}, ScalarType::Double);
   S *a = writable<S>(advantages), *r = writable<S>(returns);
 
-  std::vector<Moments> rows(static_cast<size_t>(B));
+  const auto gae_row = PPO_FAST_PICK(gae_row<S>);
+  std::vector<RowMoments> rows(static_cast<size_t>(B));
   parallel(B, T * 4, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       const int64_t o = b * T;
-      rows[static_cast<size_t>(b)] = gae_row<S>(rewards + o, values + o, mask + o, T, gamma, lam,
-                                                bootstrap ? static_cast<double>(bootstrap[b]) : 0.0, a + o, r + o);
+      rows[static_cast<size_t>(b)] = gae_row(rewards + o, values + o, mask + o, T, gamma, lam,
+                                             bootstrap ? static_cast<double>(bootstrap[b]) : 0.0, a + o, r + o);
     }
   });
   Moments total;
-  for (const Moments& row : rows) total.add(row);
+  for (const RowMoments& row : rows) total.add(row);
   double* out = writable<double>(moments);
   out[0] = total.count;
   out[1] = total.sum;

@@ -16,8 +16,9 @@ static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t
   s.kl_in_loss = a.ref_logprobs != nullptr && a.kl_coef != 0;
   s.entropy_coef = splat<V>(a.entropy_coef);
   s.kl_coef = splat<V>(a.kl_coef);
-  s.kl_estimator = a.kl_estimator;
+  s.kl_estimator = a.ref_logprobs ? a.kl_estimator : 1;  // all give 0 without a reference, and k3 takes an exponential
 
+  V count = {}, flat = {}, outside = {};  // exact without widening: a run is shorter than 2^24
   WideSum<V> sum[kPpoSums] = {};
   TokenRun<V> run(a.row_weights, a.T, begin, end);
   for (; run.more(); run.next()) {
@@ -32,20 +33,24 @@ static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t
     const PpoToken<V> t = ppo_token<V>(logprob, old, advantage, entropy, ref, s);
     const V weight = live ? run.weights() : splat<V>(0);
     store_n<V>(a.d_logprobs + i, weight * t.d_logprob, n);
+    store_n<V>(a.log_ratios + i, -t.k1, n);
     if (a.d_entropy) store_n<V>(a.d_entropy + i, s.entropy_in_loss ? -s.entropy_coef * weight : splat<V>(0), n);
 
-    add(sum[0], live ? splat<V>(1) : splat<V>(0));
+    count = count + (live ? splat<V>(1) : splat<V>(0));
+    flat = flat + t.flat;
+    outside = outside + t.outside;
     add(sum[1], t.surrogate);
-    add(sum[2], t.flat);
-    add(sum[3], t.outside);
     add(sum[4], t.ratio_minus_1);
     add(sum[5], t.ratio_minus_1 * t.ratio_minus_1);
     add(sum[6], t.k1);
     add(sum[7], t.k2);
     add(sum[8], t.k3);
-    add(sum[9], t.ref_kl);
-    add(sum[10], entropy);
+    if (a.ref_logprobs) add(sum[9], t.ref_kl);
+    if (a.entropy) add(sum[10], entropy);
     add(sum[11], weight * t.loss);
   }
+  add(sum[0], count);
+  add(sum[2], flat);
+  add(sum[3], outside);
   for (int k = 0; k < kPpoSums; ++k) sums[k] = total(sum[k]);
 }

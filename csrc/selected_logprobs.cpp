@@ -1,6 +1,6 @@
 // selected_logprobs: the log-prob of one token per row of logits [A, B, V], the entropy of the row, and its gradient.
 //
-// Forward: live rows are cut into segments of 16384 columns -> each segment in one pass, memory read once, gives a
+// Forward: live rows are cut into segments of 32768 columns -> each segment in one pass, memory read once, gives a
 // reference r, sum of exp((x - r) / T) and, if the entropy is wanted, the same sum weighted by x - r -> segments of a
 // row are joined in order. Backward: each element is exp((x - r) / T) * (constant + slope * (x - r)), written once,
 // over the logits or into a fresh tensor past the caches; the token's own element is then set from double arithmetic.
@@ -31,8 +31,9 @@
 
 namespace ppo_fast {
 
-constexpr int64_t kSegment = 16384;  // columns to a task: 10 for 151936, so that one row keeps several threads busy
-constexpr int64_t kBlock = 2048;     // columns between two looks at the maximum; divides kSegment
+constexpr int64_t kSegment = 32768;  // columns to a task: 5 for 151936, so that one row keeps several threads busy
+constexpr int64_t kBlock = 2048;     // columns between two looks at what is above the reference
+constexpr int64_t kFirstBlock = 256;
 constexpr double kSlack = 2;         // nats by which the maximum may exceed the reference
 
 // What part of a row amounts to, in the units of its logits.

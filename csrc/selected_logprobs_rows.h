@@ -44,29 +44,56 @@ template <class T> static typename Scalar<typename Lanes<T>::type>::type largest
   return max_lanes(top);
 }
 
+// Whether a lane lies above the limit; NaN doesn't.
+PPO_FAST_FN bool any_above(vf x, float limit) {
+#if PPO_FAST_ISA >= 2
+  return _mm512_cmp_ps_mask(x, splat<vf>(limit), _CMP_GT_OQ) != 0;
+#elif PPO_FAST_ISA == 1
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, splat<vf>(limit), _CMP_GT_OQ)) != 0;
+#else
+  return max_lanes(x) > limit;
+#endif
+}
+PPO_FAST_FN bool any_above(double x, double limit) { return x > limit; }
+
+// Sums against a reference, made sums against one that is `drop` lower, which multiplies each term by `scale`.
+PPO_FAST_FN void move_reference(WideSum<vf>& total, WideSum<vf>& weighted, double drop, double scale) {
+  weighted.low = (weighted.low + total.low * drop) * scale;
+  weighted.high = (weighted.high + total.high * drop) * scale;
+  total.low *= scale;
+  total.high *= scale;
+}
+PPO_FAST_FN void move_reference(WideSum<double>& total, WideSum<double>& weighted, double drop, double scale) {
+  weighted.low = (weighted.low + total.low * drop) * scale;
+  total.low *= scale;
+}
+
 template <bool kEntropy, class V>
-PPO_FAST_FN void fold(V x, V reference, const RowExp<V>& k, V& total, V& weighted, V& top) {
-  top = vmax(x, top);  // NaN is left to the sums
+PPO_FAST_FN void fold(V x, V reference, const RowExp<V>& k, V& total, V& weighted) {
   V d = x - reference;
   const V e = row_exp(d, k);
   total = total + e;
   if constexpr (kEntropy) weighted = fma(e, d, weighted);
 }
 
-// See RowSums. One pass with a lagging reference: a block is summed against the maximum known before it, and only if it
-// holds something more than kSlack above is the reference raised and the block done again.
+// See RowSums. One pass with a lagging reference: a block is summed against a maximum of what came before it, and only
+// if it holds something more than kSlack above is the reference raised and the block done again. No maximum is kept:
+// such an element shows in the sum of its lane, and only where one is large does a second look at the block, by then in
+// the nearest cache, tell a high element from many. Blocks start small, as early maxima rise often.
 template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n, double temperature) {
   using V = typename Lanes<T>::type;
   using S = typename Scalar<V>::type;
   constexpr int64_t step = 2 * lanes<V>;
+  constexpr S limit = 7;  // below exp(kSlack)
   const RowExp<V> k = row_exp_constants<V>(temperature);
   const S slack = static_cast<S>(kSlack * temperature);
 
   S reference = static_cast<S>(-__builtin_inf());
-  double total = 0, weighted = 0;
-  for (int64_t first = 0; first < n; first += kBlock) {
+  WideSum<V> all = {}, all_weighted = {};
+  int64_t size = kFirstBlock;
+  for (int64_t first = 0; first < n; first += size, size = 2 * size < kBlock ? 2 * size : kBlock) {
     const T* block = x + first;
-    const int64_t size = n - first < kBlock ? n - first : kBlock;
+    if (n - first < size) size = n - first;
     if (reference == static_cast<S>(-__builtin_inf())) {
       bool nan = false;
       reference = largest(block, size, nan);
@@ -76,16 +103,15 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
     for (;;) {
       const V r = splat<V>(reference);
       V total0 = {}, total1 = {}, total2 = {}, total3 = {};  // four chains hide the latency of their additions
-      V weighted0 = {}, weighted1 = {}, weighted2 = {}, weighted3 = {};
-      V top0 = splat<V>(-__builtin_inf()), top1 = top0, a, b;
+      V weighted0 = {}, weighted1 = {}, weighted2 = {}, weighted3 = {}, a, b;
       int64_t i = 0;
       for (; i + 2 * step <= size; i += 2 * step) {
         load2(block + i, a, b);
-        fold<kEntropy>(a, r, k, total0, weighted0, top0);
-        fold<kEntropy>(b, r, k, total1, weighted1, top1);
+        fold<kEntropy>(a, r, k, total0, weighted0);
+        fold<kEntropy>(b, r, k, total1, weighted1);
         load2(block + i + step, a, b);
-        fold<kEntropy>(a, r, k, total2, weighted2, top0);
-        fold<kEntropy>(b, r, k, total3, weighted3, top1);
+        fold<kEntropy>(a, r, k, total2, weighted2);
+        fold<kEntropy>(b, r, k, total3, weighted3);
       }
       for (; i < size; i += step) {
         if (i + step <= size) {
@@ -93,26 +119,25 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
         } else {
           load2_tail(block + i, size - i, a, b);
         }
-        fold<kEntropy>(a, r, k, total0, weighted0, top0);
-        fold<kEntropy>(b, r, k, total1, weighted1, top1);
+        fold<kEntropy>(a, r, k, total0, weighted0);
+        fold<kEntropy>(b, r, k, total1, weighted1);
       }
-      const S top = static_cast<S>(max_lanes(vmax(top0, top1)));
-      if (top > reference + slack) {
-        const double drop = static_cast<double>(reference) - static_cast<double>(top);
-        const double scale = ::exp(drop / temperature);
-        weighted = scale * (weighted + total * drop);
-        total *= scale;
-        reference = top;
-        continue;
+      if (any_above(vmax(vmax(total0, total1), vmax(total2, total3)), limit)) {
+        bool nan;  // which the sums hold already
+        const S top = largest(block, size, nan);
+        if (top > reference + slack) {
+          const double drop = static_cast<double>(reference) - static_cast<double>(top);
+          move_reference(all, all_weighted, drop, ::exp(drop / temperature));
+          reference = top;
+          continue;
+        }
       }
-      total += sum_lanes((total0 + total1) + (total2 + total3));
-      if constexpr (kEntropy) {
-        weighted += sum_lanes((weighted0 + weighted1) + (weighted2 + weighted3));
-      }
+      add(all, (total0 + total1) + (total2 + total3));
+      if constexpr (kEntropy) add(all_weighted, (weighted0 + weighted1) + (weighted2 + weighted3));
       break;
     }
   }
-  return {static_cast<double>(reference), total, weighted};
+  return {static_cast<double>(reference), total(all), total(all_weighted)};
 }
 
 template <class V> struct GradientConstants {

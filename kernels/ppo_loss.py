@@ -1,9 +1,9 @@
 """The clipped policy loss of a batch of tokens, its gradient and every statistic, from one pass.
 
 Pipeline. [B, T] is read as one line of tokens, a block a program. A program forms loss, gradient and statistics of its
-tokens (`ppo_token`), stores the gradient, and leaves its sums as one row of a table, which a second, single program
-adds up (`common`). The gradient is final: the row weights carry every normaliser, and backward only multiplies by the
-incoming scalar.
+tokens (`ppo_token`), stores gradient and log-ratio, and leaves its sums as one row of a table, which a second, single
+program adds up (`common`). The gradient is final: the row weights carry every normaliser, and backward only multiplies
+by the incoming scalar.
 
 Numerics. A token's terms are in the dtype of the log-probs, float32 or float64; coefficients and clip bounds arrive as
 float64 and are rounded to it once, as PyTorch does. Sums are float64 from the first addition, counts are integers
@@ -41,6 +41,7 @@ def _ppo_loss_kernel(
     ref_logprobs_ptr,  # [B, T], or None
     d_logprobs_ptr,  # [B, T]
     d_entropy_ptr,  # [B, T], or None
+    log_ratios_ptr,  # [B, T]
     table_ptr,  # [n_blocks, 12] float64
     low: tl.float64,
     high: tl.float64,
@@ -69,6 +70,7 @@ def _ppo_loss_kernel(
     advantage = tl.load(advantages_ptr + token, mask=live, other=0.0)
 
     difference = logprob - old_logprob
+    tl.store(log_ratios_ptr + token, difference, mask=inside)
     ratio = tl.exp(difference)
     surrogate, slope, flat, outside = surrogate_term(
         logprob,
@@ -128,15 +130,15 @@ def ppo_loss(
     entropy_coef: float,
     kl_coef: float,
     kl_estimator: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ppo_fast::ppo_loss``: (loss [], d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] float64)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``ppo_fast::ppo_loss``: (loss [], d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] float64, log_ratios)."""
     B, T = logprobs.shape
-    d_logprobs = torch.empty_like(logprobs)
+    d_logprobs, log_ratios = torch.empty_like(logprobs), torch.empty_like(logprobs)
     d_entropy = logprobs.new_empty(0) if entropy is None else torch.empty_like(logprobs)
     loss = logprobs.new_zeros(())
     sums = logprobs.new_zeros(_N_SUMS, dtype=torch.float64)
     if B * T == 0:
-        return loss, d_logprobs, d_entropy, sums
+        return loss, d_logprobs, d_entropy, sums, log_ratios
     n_blocks = triton.cdiv(B * T, _BLOCK)
     table = logprobs.new_empty((n_blocks, _N_SUMS + 1), dtype=torch.float64)
     with on_device_of(logprobs):
@@ -150,6 +152,7 @@ def ppo_loss(
             ref_logprobs,
             d_logprobs,
             None if entropy is None else d_entropy,
+            log_ratios,
             table,
             1.0 - clip_low,
             1.0 + clip_high,
@@ -165,4 +168,4 @@ def ppo_loss(
             **COMPILE,
         )
         combine(table, loss, sums)
-    return loss, d_logprobs, d_entropy, sums
+    return loss, d_logprobs, d_entropy, sums, log_ratios

@@ -27,12 +27,13 @@ def row_weights(
     choose("aggregation", aggregation, dict.fromkeys(AGGREGATIONS))
     B, T = mask.shape
     if normalizer is None:
-        if B * T == 0 or (visible(mask) and not mask.any()):
+        live = mask.sum()
+        if B * T == 0 or (visible(mask) and not live):
             raise ValueError(
                 "mask must have a live token where normalizer is None: there is nothing to take the mean over"
             )
         if aggregation == "token_mean":
-            normalizer = mask.sum()
+            normalizer = live
         elif aggregation == "sequence_mean":
             normalizer = mask.any(1).sum()
         else:

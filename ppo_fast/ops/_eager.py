@@ -25,6 +25,7 @@ from torch import Tensor
 from ppo_fast.ops._library import autograd_inside_op, detached, stat_dtype, sum_dtype
 
 PPO, CISPO = 0, 1
+MIN_STD = 1e-8  # csrc/whiten.cpp has it, too
 # Logits are copied to the stat dtype at most this many elements at a time (32 MiB in float32).
 _CHUNK_ELEMENTS = 1 << 23
 
@@ -138,8 +139,9 @@ def ppo_loss(
     entropy_coef: float,
     kl_coef: float,
     kl_estimator: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """loss 0-d, d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] in the order of `ppo_loss.PPO_SUMS`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """loss 0-d, d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] in the order of `ppo_loss.PPO_SUMS`, and
+    log_ratios [B, T], 0 at masked positions."""
 
     def live(x: Tensor) -> Tensor:
         return torch.where(mask, detached(x), 0.0)
@@ -190,7 +192,7 @@ def ppo_loss(
         ]
     )
     d_entropy = new.new_empty(0) if ent is None else grads[1]
-    return total.detach().to(new.dtype), grads[0], d_entropy, sums
+    return total.detach().to(new.dtype), grads[0], d_entropy, sums, new - old
 
 
 def value_loss(
@@ -238,6 +240,22 @@ def gae(
     count, total = mask.sum(dtype=wide.dtype), wide.sum()
     spread = torch.where(mask, wide - total / count, 0.0).square().sum()
     return advantages, returns, torch.stack([count, total, spread])
+
+
+def whiten(
+    x: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    moments: Tensor,  # [3] = (count, sum, M2 about the mean)
+    shift_mean: bool,
+) -> Tensor:  # [B, T]
+    """``(x - mean) / max(std, 1e-8)`` at live tokens, plus the mean without ``shift_mean``; 0 elsewhere."""
+    count, total, spread = moments.unbind(0)
+    mean = total / count
+    # Wide, so that a mean far from zero costs no digits of the small differences to it.
+    whitened = (x.to(moments.dtype) - mean) / (spread / count).sqrt().clamp(min=MIN_STD)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0).to(x.dtype)
 
 
 def selected_logprobs(

@@ -162,9 +162,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         def column(x: Tensor) -> Tensor:  # [n, 1]: every token is a row of its own, with its own weight
             return x[index].contiguous()[:, None]
 
-        new, old = statistics.logprobs[:, None], column(old_logprobs)
-        part, c, e, part_sums = torch.ops.ppo_fast.ppo_loss(
-            new,
+        old = column(old_logprobs)
+        part, c, e, part_sums, ratios = torch.ops.ppo_fast.ppo_loss(
+            statistics.logprobs[:, None],
             old,
             column(advantages),
             torch.ones_like(old, dtype=torch.bool),
@@ -175,7 +175,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         )
         loss.add_(part)
         sums.add_(part_sums)
-        log_ratios[index] = (new - old)[:, 0]
+        log_ratios[index] = ratios[:, 0]
         return c[:, 0], e[:, 0] if entropy_coef else None
 
     chunk_loop(head, rows, mask, consume, gradients, want_entropy=True, chunk_tokens=arguments[-1])

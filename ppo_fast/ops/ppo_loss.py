@@ -210,11 +210,9 @@ def ppo_loss(
     with annotate("ppo_fast::ppo_loss"):
         dtype = stat_dtype(logprobs.dtype)
         weights = row_weights(mask, aggregation, normalizer, dtype)
-        new = logprobs.to(dtype).contiguous()
-        old = old_logprobs.detach().to(dtype).contiguous()
-        loss, _, _, sums = torch.ops.ppo_fast.ppo_loss(
-            new,
-            old,
+        loss, _, _, sums, log_ratios = torch.ops.ppo_fast.ppo_loss(
+            logprobs.to(dtype).contiguous(),
+            old_logprobs.detach().to(dtype).contiguous(),
             advantages.detach().to(dtype).contiguous(),
             mask.contiguous(),
             weights,
@@ -228,15 +226,14 @@ def ppo_loss(
             float(kl_coef),
             KL_ESTIMATORS[kl_estimator],
         )
-        log_ratios = torch.where(mask, new.detach() - old, 0.0)
         return nan_without_tokens(loss, mask, normalizer), PPOStats(*(*sums.unbind(0), log_ratios))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logprobs, entropy = inputs[0], inputs[5]
-    _, d_logprobs, d_entropy, sums = output
+    _, d_logprobs, d_entropy, sums, log_ratios = output
     ctx.save_for_backward(logprobs, d_logprobs, entropy, d_entropy)
-    ctx.mark_non_differentiable(d_logprobs, d_entropy, sums)
+    ctx.mark_non_differentiable(d_logprobs, d_entropy, sums, log_ratios)
     ctx.set_materialize_grads(False)
 
 
@@ -259,16 +256,16 @@ def _fake(
     row_weights: Tensor,
     entropy: Tensor | None,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_entropy = logprobs.new_empty(0) if entropy is None else torch.empty_like(entropy)
     sums = logprobs.new_empty(len(PPO_SUMS), dtype=sum_dtype(logprobs.device))
-    return logprobs.new_empty(()), torch.empty_like(logprobs), d_entropy, sums
+    return logprobs.new_empty(()), torch.empty_like(logprobs), d_entropy, sums, torch.empty_like(logprobs)
 
 
 define(
     "ppo_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor row_weights, "
     "Tensor? entropy, Tensor? ref_logprobs, float clip_low, float clip_high, float? dual_clip, int objective, "
-    "float entropy_coef, float kl_coef, int kl_estimator) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float entropy_coef, float kl_coef, int kl_estimator) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _eager.ppo_loss,
     _fake,
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ppo_fast.ops import _eager
 from ppo_fast.ops._checks import check_float_tensor, check_mask, visible
-from ppo_fast.ops._library import stat_dtype, sum_dtype
+from ppo_fast.ops._library import define, stat_dtype, sum_dtype
 from ppo_fast.profiling import annotate
-
-_MIN_STD = 1e-8
 
 
 def whiten(
@@ -39,20 +38,24 @@ def whiten(
             raise ValueError(f"moments must have the shape [3] (count, sum, M2), got {list(moments.shape)}")
         if moments.device != x.device:
             raise ValueError(f"moments must be on the device of x, {x.device}, got {moments.device}")
-    with annotate("ppo_fast::whiten"), torch.no_grad():
-        # Wide, so that a mean far from zero costs no digits of the small differences to it.
-        wide = torch.where(mask, x.to(sum_dtype(x.device)), 0.0)
+    with annotate("ppo_fast::whiten"):
+        x, wide = x.detach().to(stat_dtype(x.dtype)).contiguous(), sum_dtype(x.device)
         if moments is None:
-            count = mask.sum()
-            mean = wide.sum() / count
-            spread = torch.where(mask, wide - mean, 0.0).square().sum()
-        else:
-            count, total, spread = moments.to(wide.dtype).unbind(0)
-            mean = total / count
-        whitened = (wide - mean) / (spread / count).sqrt().clamp(min=_MIN_STD)
-        if not shift_mean:
-            whitened = whitened + mean
-        return torch.where(mask, whitened, 0.0).to(stat_dtype(x.dtype))
+            selected = torch.where(mask, x.to(wide), 0.0)
+            count, total = mask.sum(dtype=wide), selected.sum()
+            spread = torch.where(mask, selected - total / count, 0.0).square().sum()
+            moments = torch.stack([count, total, spread])
+        matrix = (1, -1) if x.dim() != 2 else x.shape
+        moments = moments.detach().to(wide).contiguous()
+        live = mask.reshape(matrix).contiguous()
+        return torch.ops.ppo_fast.whiten(x.view(matrix), live, moments, shift_mean).view(x.shape)
+
+
+def _fake(x: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+define("whiten(Tensor x, Tensor mask, Tensor moments, bool shift_mean) -> Tensor", _eager.whiten, _fake)
 
 
 def masked_mean(

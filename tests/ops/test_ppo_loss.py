@@ -556,7 +556,7 @@ class TestAutograd:
         optional = (entropy, data["ref"]) if full else (None, None)
         arguments = (logp, data["old"], data["adv"], data["mask"], torch.ones(2), *optional, 0.2, 0.2,
                      1.5 if full else None, 0, 0.1 * full, 0.1 * full, 3)  # fmt: skip
-        assert [x.requires_grad for x in OPS.ppo_loss(*arguments)] == [True, False, False, False]
+        assert [x.requires_grad for x in OPS.ppo_loss(*arguments)] == [True, False, False, False, False]
         opcheck(OPS.ppo_loss, arguments)
         opcheck(OPS.ppo_loss_backward, (torch.tensor(2.0), torch.randn(2, 4), torch.randn(2, 4)))
 
