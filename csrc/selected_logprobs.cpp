@@ -22,10 +22,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
+#include "pages.h"
 #include "parallel.h"
 #include "tensors.h"
 
@@ -292,19 +289,6 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
     }
   });
   if (!whole_rows) over_segments(count, V, write_segment);
-}
-
-// A large fresh tensor is mostly page faults: 2 MiB pages, where the system has them on request, make them rare.
-void ask_for_huge_pages(void* memory, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: may fail
-#else
-  (void)memory;
-  (void)bytes;
-#endif
 }
 
 // Calls f with a null pointer to the element type.

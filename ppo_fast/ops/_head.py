@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ppo_fast.ops._library import define, stat_dtype
+from ppo_fast.ops._memory import fresh
 from ppo_fast.ops._row_math import (
     Gradients,
     Head,
@@ -54,17 +55,17 @@ class FullVocabulary:
 
     def __init__(self, head: Head, count: int, store: bool, chunk_tokens: int | None) -> None:
         self.head = head
-        V, dtype = head.weight.shape[0], head.stat_dtype
+        V = head.weight.shape[0]
         largest = _SCORING_CHUNK
         if store:
             budget = _CPU_CHUNK_BYTES if head.weight.device.type == "cpu" else _CHUNK_BYTES
-            largest = max(1, budget // (V * dtype.itemsize * ROW_MULTIPLE)) * ROW_MULTIPLE
+            largest = max(1, budget // (V * head.stat_dtype.itemsize * ROW_MULTIPLE)) * ROW_MULTIPLE
         chunks = max(1, -(-count // largest))
         self.chunk_rows = max(1, -(-count // (chunks * ROW_MULTIPLE))) * ROW_MULTIPLE
         # Made once and reused: fresh pages cost more than the arithmetic done in them.
         rows = min(chunk_tokens or self.chunk_rows, max(count, 1))
         rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.logits = head.weight.new_empty((rows, V), dtype=dtype) if store else None
+        self.logits = fresh(head.weight, rows, V, zero=False) if store else None
 
     def forward(self, rows: Rows, want_entropy: bool) -> Statistics:
         """Statistics of the rows; their logits stay in the workspace, in the layout of the device, if there is one."""

@@ -20,6 +20,7 @@ from ppo_fast.ops._checks import (
     temperature_like,
 )
 from ppo_fast.ops._library import define, no_double_backward, stat_dtype
+from ppo_fast.ops._memory import rounded
 from ppo_fast.ops._row_math import Gradients, Head, Rows
 
 # The leading arguments of every registered linear op; `split_layer` takes them apart again.
@@ -179,7 +180,7 @@ def finished(gradients: Gradients, head: Head, dtype: Any = gradient_dtype) -> t
     hidden, weight, bias = gradients.hidden, gradients.weight, gradients.bias
     return (
         empty if hidden is None else hidden,
-        empty.clone() if weight is None else weight.to(dtype(head.weight.dtype)),
+        empty.clone() if weight is None else rounded(weight, dtype(head.weight.dtype)),
         empty.clone() if bias is None or head.bias is None else bias.to(dtype(head.bias.dtype)),
     )
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ppo_fast.ops._library import stat_dtype
+from ppo_fast.ops._memory import fresh
 
 FLOOR = -1000.0
 
@@ -77,7 +78,7 @@ class Gradients:
         like, dtype = head.weight, head.stat_dtype
         return cls(
             None if hidden is None else like.new_zeros(rows.hidden.shape, dtype=hidden),
-            like.new_zeros(like.shape, dtype=dtype) if weight else None,
+            fresh(like, *like.shape, zero=True) if weight else None,
             like.new_zeros(like.shape[0], dtype=dtype) if bias else None,
         )
 
