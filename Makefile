@@ -1,6 +1,8 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
+# make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
+# make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 # Each makes .venv if there is none, installs what is missing, builds the extension, and runs.
 #
 # An active environment that has torch is used as it is, and so is one given as VENV=...; elsewhere TORCH is installed.
@@ -23,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest
 # The peers of the bench have an environment of their own, laid over the project's, so that they share its torch.
 PEERS := .venv-peers
 
-.PHONY: demo test test-long bench bench-quick lint clean
+.PHONY: demo test test-long bench bench-quick fuzz sanitize lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -43,6 +45,23 @@ bench: $(PEERS)/installed
 
 bench-quick: BENCH := --quick
 bench-quick: bench
+
+FUZZ ?= 100000
+fuzz: $(STAMP)-dev
+	OMP_NUM_THREADS=1 PPO_FAST_FUZZ=$(FUZZ) $(PYTEST) -q -n 2 tests/fuzz
+
+# The sanitized package stands beside the normal one, and the tests run in its folder to import it. Preloaded: Python
+# itself is not sanitized, and libstdc++ must be there before torch throws its first exception through ASan. Leaks are
+# not looked for: Python and torch keep thousands of allocations until the process ends.
+SANITIZED := $(CURDIR)/build/sanitize
+RUNTIME = $(shell for name in asan ubsan stdc++; do $(or $(CC),cc) -print-file-name=lib$$name.so; done)
+sanitize: $(STAMP)-dev
+	PPO_FAST_SANITIZE=1 PPO_FAST_REQUIRE_EXT=1 $(BIN)/python setup.py -q build \
+		--build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	python=$$(realpath -s $(BIN)/python) && cd $(SANITIZED)/lib && \
+	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(SANITIZED)/lib \
+	OMP_NUM_THREADS=1 PPO_FAST_REQUIRE_EXT=1 $$python -m pytest -q -s -c $(CURDIR)/pyproject.toml \
+		--rootdir $(CURDIR) $(CURDIR)/tests/ops/test_cpp.py $(CURDIR)/tests/fuzz/test_properties.py
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .

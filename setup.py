@@ -5,6 +5,9 @@ path: torch itself is never imported, so build isolation needs no second torch. 
 one cp310-abi3 library serves every Python from 3.10 and every torch from 2.10. Without torch, without a compiler or
 where compiling fails, ppo_fast is installed as pure Python, says so in one line and runs its ops in plain PyTorch;
 PPO_FAST_REQUIRE_EXT=1 makes that an error.
+
+PPO_FAST_SANITIZE=1 compiles it with AddressSanitizer and UndefinedBehaviorSanitizer, any finding of which ends the
+process: `make sanitize` does that, into a folder of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +27,16 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 REQUIRED = os.environ.get("PPO_FAST_REQUIRE_EXT") == "1"
+SANITIZE = os.environ.get("PPO_FAST_SANITIZE") == "1"
 OLDEST_TORCH = (2, 10)  # the first whose stable ABI has parallel_for
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded Pythons have none
+# Division by zero is left out: floating-point numbers define it, and the kernels mean it.
+SANITIZERS = [
+    "-fsanitize=address,undefined,float-cast-overflow",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g1",
+]
 
 
 class CannotBuildError(Exception):
@@ -84,7 +95,9 @@ def extension() -> Extension:
             "-fno-trapping-math",
             "-isystem",
             str(torch / "include"),
+            *(SANITIZERS if SANITIZE else []),
         ],
+        extra_link_args=SANITIZERS if SANITIZE else [],
     )
 
 

@@ -429,7 +429,8 @@ Tensor backward(const Chunk<T>& x, const Tensor& weight_, const Tensor& logits_,
     g.dense = dense;
     if (i >= panels.tokens) {  // padding: a gradient of zero made from some logit
       g.scale[lane] = 1;
-      g.peak[lane] = g.constant[lane] = g.slope[lane] = 0;
+      g.peak[lane] = std::numeric_limits<S>::infinity();  // its exponential is 0: one that overflows, times 0, is NaN
+      g.constant[lane] = g.slope[lane] = 0;
       g.logits[lane] = stored.at(0, 0);
       g.stride[lane] = all.stride(0);
       continue;

@@ -11,9 +11,9 @@
 // to a lane at AVX-512, and joined in double. The reference's own term is exactly 1, so the total is at least 1, and
 // no log-prob comes out above 0, no entropy below: where a token stands above the reference, the reference alone
 // takes an eighth of it.
-//   The backward pass knows a row's normaliser only as float32 lse, good to |lse| * 6e-8 relative in every
+//   The backward pass knows a row's normaliser only as lse, in float32 good to |lse| * 6e-8 relative in every
 // probability. Rows beyond |lse| > 32 (2e-6) are summed again, the second read coming from a cache; without that,
-// logits at -1e4 would be off by 5e-4 each, all to one side.
+// logits at -1e4 would be off by 5e-4 each, all to one side, and float64 ones at 1e20 would overflow.
 //   Bits depend on the row, its width and the instruction set: not on threads, other rows, strides or alignment.
 #include <algorithm>
 #include <cmath>
@@ -95,8 +95,15 @@ template <class T> struct Rows {
   T* operator[](int64_t row) const { return base + (row / B) * stride_a + (row % B) * stride_b; }
 };
 
+// Through memcpy: rows may stand at any address.
 template <class T> double element(const T* row, int64_t column) {
-  return static_cast<double>(static_cast<StatOf<T>>(row[column]));
+  T x;
+  std::memcpy(&x, row + column, sizeof(x));
+  return static_cast<double>(static_cast<StatOf<T>>(x));
+}
+template <class T> void set_element(T* row, int64_t column, double value) {
+  const T x = static_cast<T>(static_cast<StatOf<T>>(value));
+  std::memcpy(static_cast<void*>(row + column), &x, sizeof(x));
 }
 
 void check_logits(const Tensor& logits) {
@@ -248,7 +255,7 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
       continue;
     }
     const double t = temperature[row], reference = static_cast<S>(lse[row] * t);
-    const bool coarse = std::is_same_v<S, float> && std::fabs(lse[row]) > kTrustedLse;
+    const bool coarse = std::fabs(lse[row]) > kTrustedLse;
     work.push_back({row, c_row, e_row, e ? entropy[row] : 0, reference, lse[row] - reference / t, coarse});
   }
 
@@ -272,7 +279,7 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
     const bool holds_token = column <= y && y < column + columns;
     const double x_token = holds_token ? element(rows[w.row], y) : 0;  // before it may be overwritten
     gradient(rows[w.row] + column, out[w.row] + column, columns, row_constants(w, t));
-    if (holds_token) out[w.row][y] = static_cast<T>(static_cast<S>(gradient_at_token(w, x_token, t)));
+    if (holds_token) set_element(out[w.row], y, gradient_at_token(w, x_token, t));
   };
   // With rows enough for all threads a row stays with one, which reads it the second time from its own cache.
   const bool whole_rows = count >= 4 * int64_t{torch::stable::get_num_threads()};

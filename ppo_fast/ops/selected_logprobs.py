@@ -127,6 +127,8 @@ def _check_overwritable(logits: Tensor) -> None:
     """Raise ValueError where writing into the rows would not reach the logits, or would reach what must stay."""
     if logits.is_leaf:
         raise ValueError("inplace_backward needs logits that were computed, got a leaf: its values would be lost")
+    if logits.numel() == 0:
+        return  # strides of tensors without elements are arbitrary
     sizes, strides = logits.shape, logits.stride()
     # Rows stay apart if every stride steps over all that lies within it. (No sorting: sizes may be symbolic.)
     overlapping = False

@@ -305,6 +305,19 @@ def test_logits_far_from_zero_and_infinite(as_exact_as):
         assert not torch.autograd.grad([logprobs, entropy], hidden, [torch.ones(4)] * 2)[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_whose_exponential_overflows(cpu_backend, dtype):
+    """Lanes of a vector that hold no token read such logits, too: 0 * inf must not reach d_weight or d_bias."""
+    hidden, weight = torch.tensor([[300.0], [-200.0], [1.0]], dtype=dtype), torch.tensor([[1.0], [2.0]], dtype=dtype)
+    bias = torch.tensor([100.0, 90.0], dtype=dtype)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    got = torch.autograd.grad(linear_selected_logprobs(*leaves[:2], torch.tensor([0, 0, 1]), bias=bias).sum(), leaves)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(reference(*exact[:2], torch.tensor([0, 0, 1]), bias=exact[2])[0].sum(), exact)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
 def test_nan_stays_in_its_row():
     hidden, weight, ids, _ = case("plain", 5, 4, 12)
     with torch.no_grad():

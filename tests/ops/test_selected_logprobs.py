@@ -431,6 +431,14 @@ class TestInplaceBackward:
         selected_logprobs(logits[:, :-1], ids, inplace_backward=True).sum().backward()
         assert torch.equal(leaf.grad, expected)
 
+    def test_no_rows(self, cpu_backend):
+        """A tensor without elements may have any strides."""
+        for shape in ((0, 1), (0, 7), (2, 0, 7)):
+            leaf, logits = self.graph(shape)
+            ids = torch.zeros(shape[:-1], dtype=torch.long)
+            selected_logprobs(logits, ids, inplace_backward=True).sum().backward()
+            assert leaf.grad.shape == shape
+
     def test_a_second_backward_raises(self, cpu_backend):
         _, logits = self.graph()
         loss = selected_logprobs(logits, torch.zeros(2, 5, dtype=torch.long), inplace_backward=True).sum()
