@@ -170,7 +170,7 @@ static void gradient(const GradientLanes<typename E::Stat>& g, int64_t rows, typ
 
 // Columns whose weights are copied side by side before they meet the panels: in place, the rows of a block lie a page
 // apart and often in few sets of the first-level cache.
-constexpr int kStrip = 4 * kRows;
+constexpr int kStrip = 16 * kRows;
 
 template <class E, int NV> struct AddHidden {
   using S = typename E::Stat;
