@@ -1,13 +1,13 @@
 // ppo_loss: the clipped policy loss, its gradient and every statistic of [B, T] tokens in one pass.
 //
 // Pipeline: blocks of 4096 flat tokens -> vectors of tokens, masked inputs replaced by zero -> the mathematics of a
-// token (ppo_token.h, the one place it stands in) -> gradient and log-ratio to memory, twelve sums to per-lane doubles ->
-// blocks added in order. Nothing is read twice.
+// token (ppo_token.h, the one place it stands in) -> gradient and log-ratio to memory; the terms of each lane added
+// up in chains of eight, the chains and the weighted loss in double -> blocks added in order. Nothing is read twice.
 //
 // Numerics: a token is computed in the stat dtype; the ratio is within 1.5 ulp, and ratio - 1 and the k3 estimator
-// keep full relative precision near ratio 1, where subtracting 1 from a float32 ratio would leave few digits. Sums
-// are double, in an order fixed by the shape: the same bits for any number of threads. A token's own result does not
-// depend on its place in a vector.
+// keep full relative precision near ratio 1, where subtracting 1 from a float32 ratio would leave few digits. Chains
+// are in the stat dtype, a sum of chains is double, in an order fixed by the shape: the same bits for any number of
+// threads. A token's own result does not depend on its place in a vector.
 #include <limits>
 
 #include "parallel.h"

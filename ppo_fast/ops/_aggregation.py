@@ -27,7 +27,7 @@ def row_weights(
     choose("aggregation", aggregation, dict.fromkeys(AGGREGATIONS))
     B, T = mask.shape
     if normalizer is None:
-        live = mask.sum()
+        live = mask.count_nonzero()  # sum() would first widen every bool to int64
         if B * T == 0 or (visible(mask) and not live):
             raise ValueError(
                 "mask must have a live token where normalizer is None: there is nothing to take the mean over"

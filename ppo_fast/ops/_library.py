@@ -53,6 +53,19 @@ def no_double_backward(name: str, public_name: str) -> None:
     differentiable(name, backward, lambda ctx, inputs, output: None)
 
 
+def may_give_away(grad_loss: Tensor) -> bool:
+    """Whether a gradient made in the forward pass is the result itself, so that its buffer may be handed out.
+
+    The factor must be exactly 1, which is what a loss that is the root gets, and the graph freed afterwards: whoever
+    receives the buffer may add to it. Reading the factor costs a synchronisation on GPUs, and is left out under
+    torch.compile.
+    """
+    # Grad mode is on for create_graph=True.
+    if torch.is_grad_enabled() or type(grad_loss) is not Tensor:
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph() and grad_loss.item() == 1.0
+
+
 def define_loss_backward(public_name: str) -> None:
     """Define ``<public_name>_backward(grad_loss 0-d, gradient, source)``: the saved gradient times the incoming scalar.
 

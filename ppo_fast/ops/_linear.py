@@ -19,7 +19,7 @@ from ppo_fast.ops._checks import (
     check_token_ids,
     temperature_like,
 )
-from ppo_fast.ops._library import define, no_double_backward, stat_dtype
+from ppo_fast.ops._library import define, may_give_away, no_double_backward, stat_dtype
 from ppo_fast.ops._memory import rounded
 from ppo_fast.ops._row_math import Gradients, Head, Rows
 
@@ -207,16 +207,13 @@ def save_gradients(
 def scaled_gradients(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
     """The saved gradients of hidden, weight and bias times the incoming scalar.
 
-    Out of place, for a second backward finds the saved buffers unchanged. A factor of exactly 1, which is what a loss
-    that is the root gets, gives the buffers themselves away, unless the graph is kept: then whoever receives them may
-    add to them. Reading the factor costs a synchronisation on GPUs, and is left out under torch.compile.
+    Out of place, for a second backward finds the saved buffers unchanged, unless they may be given away.
     """
     result: list[Tensor | None] = [None, None, None]
     if grad_loss is None:
         return result
     again = torch.is_grad_enabled()  # create_graph=True
-    kept = again or type(grad_loss) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph()
-    one = not kept and grad_loss.item() == 1.0
+    one = may_give_away(grad_loss)
     for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
         if dtype is None or not ctx.needs_input_grad[i]:
             continue

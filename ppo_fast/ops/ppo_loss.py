@@ -19,7 +19,14 @@ from ppo_fast.ops._checks import (
     check_number,
     choose,
 )
-from ppo_fast.ops._library import define, define_loss_backward, differentiable, stat_dtype, sum_dtype
+from ppo_fast.ops._library import (
+    define,
+    define_loss_backward,
+    differentiable,
+    may_give_away,
+    stat_dtype,
+    sum_dtype,
+)
 from ppo_fast.profiling import annotate
 
 OBJECTIVES = {"ppo": _eager.PPO, "cispo": _eager.CISPO}
@@ -239,12 +246,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None) -> Any:
     logprobs, d_logprobs, entropy, d_entropy = ctx.saved_tensors
-    scale = torch.ops.ppo_fast.ppo_loss_backward
     gradients: list[Tensor | None] = [None] * 14
-    if grad_loss is not None and ctx.needs_input_grad[0]:
-        gradients[0] = scale(grad_loss, d_logprobs, logprobs)
-    if grad_loss is not None and ctx.needs_input_grad[5]:
-        gradients[5] = scale(grad_loss, d_entropy, entropy)
+    if grad_loss is None:
+        return tuple(gradients)
+    one = may_give_away(grad_loss)
+    scale = torch.ops.ppo_fast.ppo_loss_backward
+    if ctx.needs_input_grad[0]:
+        gradients[0] = d_logprobs if one else scale(grad_loss, d_logprobs, logprobs)
+    if ctx.needs_input_grad[5]:
+        gradients[5] = d_entropy if one else scale(grad_loss, d_entropy, entropy)
     return tuple(gradients)
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 from ppo_fast.ops import _eager
 from ppo_fast.ops._aggregation import nan_without_tokens, row_weights
 from ppo_fast.ops._checks import check_float_like, check_mask, check_matrix, check_number
-from ppo_fast.ops._library import define, define_loss_backward, differentiable, stat_dtype, sum_dtype
+from ppo_fast.ops._library import (
+    define,
+    define_loss_backward,
+    differentiable,
+    may_give_away,
+    stat_dtype,
+    sum_dtype,
+)
 from ppo_fast.profiling import annotate
 
 VALUE_SUMS = ("count", "loss", "clipped", "sq_error")
@@ -96,7 +103,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *rest: Tensor | None) -> Any:
     values, d_values = ctx.saved_tensors
-    gradient = None if grad_loss is None else torch.ops.ppo_fast.value_loss_backward(grad_loss, d_values, values)
+    gradient = None
+    if grad_loss is not None:
+        scale = torch.ops.ppo_fast.value_loss_backward
+        gradient = d_values if may_give_away(grad_loss) else scale(grad_loss, d_values, values)
     return gradient, None, None, None, None, None
 
 

@@ -147,8 +147,10 @@ def test_aggregation_by_hand(cpu_backend):
     assert loss(aggregation="sequence_sum_constant", normalizer=3 * 32) == pytest.approx(11 / 96)
 
 
-def test_micro_batches_add_up_to_the_batch(cpu_backend):
-    data = batch(B=6)
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_micro_batches_add_up_to_the_batch(cpu_backend, dtype, exact):
+    """The sums to what the dtype of their terms carries."""
+    data = batch(B=6, dtype=dtype)
     keys = ("logp", "old", "adv", "mask")
     whole, stats = ppo_loss(*(data[k] for k in keys))
     count = data["mask"].sum()
@@ -156,7 +158,7 @@ def test_micro_batches_add_up_to_the_batch(cpu_backend):
     assert torch.allclose(sum(loss for loss, _ in parts), whole, rtol=1e-6)
     merged = parts[0][1].merge(parts[1][1]).merge(parts[2][1])
     for name in PPOStats._fields[:-1]:
-        assert torch.allclose(getattr(merged, name), getattr(stats, name), rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(getattr(merged, name), getattr(stats, name), rtol=exact, atol=exact), name
     assert torch.equal(merged.log_ratios, stats.log_ratios.flatten())
 
 
@@ -488,6 +490,19 @@ class TestAutograd:
         (again,) = torch.autograd.grad(loss, logp)
         assert torch.equal(first, again)
         assert torch.allclose(third, -3 * first)
+
+    def test_the_gradient_is_given_away_only_where_no_backward_follows(self, cpu_backend):
+        """What is received may be added to: with the graph kept that must not reach the next backward."""
+        data = {k: v if k == "mask" else torch.nan_to_num(v) for k, v in batch().items()}
+        logp, entropy = data["logp"].requires_grad_(), data["entropy"].requires_grad_()
+        loss, _ = ppo_loss(logp, data["old"], data["adv"], data["mask"], entropy=entropy, entropy_coef=0.1)
+        first = torch.autograd.grad(loss, [logp, entropy], retain_graph=True)
+        expected = [gradient.clone() for gradient in first]
+        for gradient in first:
+            gradient.add_(1)
+        again = torch.autograd.grad(loss, [logp, entropy])
+        assert all(map(torch.equal, again, expected))
+        assert len({x.data_ptr() for x in (*first, *again)}) == 4
 
     def test_double_backward_raises(self, cpu_backend):
         data = batch()

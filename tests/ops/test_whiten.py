@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ppo_fast.ops import masked_mean, whiten
+from ppo_fast.ops import backends, masked_mean, whiten
 
 
 def batch(dtype=torch.float32):
@@ -22,6 +22,27 @@ def test_values(dtype, shift_mean):
     assert got.dtype == dtype
     assert torch.allclose(got[mask].double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-12)
     assert torch.equal(got[~mask], torch.zeros_like(got[~mask]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_every_backend_is_plain_pytorch(cpu_backend, dtype, shift_mean):
+    """Rows of 41 with runs of eight live tokens and holes beside them; NaN wherever a token is masked."""
+    mask = torch.rand(3, 41) > 0.1
+    mask[0, 3:29], mask[0, 29] = True, False
+    x = torch.where(mask, 3 * torch.randn(3, 41, dtype=dtype) + 5, torch.nan)
+    live = x[mask].double()
+    moments = torch.stack([mask.sum().double(), live.sum(), (live - live.mean()).square().sum()])
+    got = whiten(x, mask, shift_mean=shift_mean, moments=moments)
+    with backends.force("eager"):
+        expected = whiten(x, mask, shift_mean=shift_mean, moments=moments)
+    assert torch.allclose(got, expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    assert not got[~mask].any()
+
+
+def test_opcheck(opcheck):
+    x, mask = batch()
+    opcheck(torch.ops.ppo_fast.whiten, (x.nan_to_num(), mask, torch.tensor([20.0, 7.0, 30.0]).double(), True))
 
 
 def test_by_hand():
