@@ -23,6 +23,7 @@ import bench_linear_token_loss
 import bench_ppo_loss
 import bench_scaling
 import bench_selected_logprobs
+import bench_small_linear
 import plots
 import readme
 from harness.bars import judge
@@ -41,6 +42,7 @@ MEASURED = (
     bench_linear_token_loss,
     bench_gae,
     bench_ppo_loss,
+    bench_small_linear,
 )
 CASES = [*(case for module in MEASURED for case in module.CASES), *bench_scaling.CASES]
 BARS = [bar for module in MEASURED for bar in module.BARS]

@@ -5,25 +5,45 @@
 
 namespace ppo_fast {
 
-// A word is what one scalar broadcast or one vector lane holds, one element or two; Stat is the type of accumulators and
-// statistics.
+// A word is what one scalar broadcast holds, one element or two, a lane what one lane of the vectors it meets holds in
+// memory; Stat is the type of accumulators and statistics.
 struct Single {  // float32, and 16-bit types after widening
   using Element = float;
   using Word = float;
+  using Lane = float;
   using Stat = float;
   static constexpr int per_word = 1;
 };
 struct Double {
   using Element = double;
   using Word = double;
+  using Lane = double;
   using Stat = double;
   static constexpr int per_word = 1;
 };
 struct Bf16Pair {  // two neighbours along the dimension that is summed over
   using Element = uint16_t;
   using Word = uint32_t;
+  using Lane = uint32_t;
   using Stat = float;
   static constexpr int per_word = 2;
+};
+// Float32 scalars with 16-bit vectors, which are widened as they are read.
+struct WithBf16Pair {  // two neighbours, as above
+  using Element = float;
+  struct Word {
+    float low, high;
+  };
+  using Lane = uint32_t;
+  using Stat = float;
+  static constexpr int per_word = 2;
+};
+struct WithHalf {
+  using Element = float;
+  using Word = float;
+  using Lane = uint16_t;
+  using Stat = float;
+  static constexpr int per_word = 1;
 };
 
 // Tokens to a panel, at most: two vectors of 16 lanes. Narrower instruction sets have narrower panels.

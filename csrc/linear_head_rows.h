@@ -311,36 +311,6 @@ template <class E> static HeadKernels<E> head_kernels() {
           &add_weight<E>};
 }
 
-// 16-bit elements to float32.
-template <class T> static void widen(const T* x, int64_t n, float* out) {
-  int64_t i = 0;
-#if PPO_FAST_ISA == 2
-  if constexpr (__is_same(T, torch::headeronly::Half)) {
-    for (; i + W <= n; i += W) {
-      store(out + i, (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i))));
-    }
-  }
-#elif PPO_FAST_ISA == 1
-  if constexpr (__is_same(T, torch::headeronly::Half)) {
-    for (; i + W <= n; i += W) {
-      store(out + i, (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-    }
-  }
-#endif
-  const uint16_t* raw = reinterpret_cast<const uint16_t*>(x);
-  for (; i < n; ++i) {
-    if constexpr (__is_same(T, torch::headeronly::Half)) {
-#if PPO_FAST_ISA == 0
-      out[i] = half_to_float(vu{} + static_cast<uint32_t>(raw[i]))[0];
-#else
-      out[i] = _cvtsh_ss(raw[i]);
-#endif
-    } else {
-      out[i] = bits<float>(static_cast<uint32_t>(raw[i]) << 16);
-    }
-  }
-}
-
 #if PPO_FAST_BF16_DOT
 // A gradient [rows][panel] rounded, the elements of two rows in a word: out[k][token]; zero past the last row.
 static void pair_gradient_rows(const float* gradient, int64_t rows, int64_t panel, uint32_t* out) {

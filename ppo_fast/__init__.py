@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ppo_fast.errors import UserError
     from ppo_fast.models.head import head_weights
     from ppo_fast.ops import (
+        PackedWeight,
         PPOStats,
         ValueStats,
         backends,
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
         linear_selected_logprobs,
         linear_token_loss,
         masked_mean,
+        pack_weight,
         ppo_loss,
         selected_logprobs,
         shape_rewards,
+        small_linear,
         value_loss,
         whiten,
     )
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 _HOME = {
     "PPOConfig": "ppo_fast.training",
     "PPOStats": "ppo_fast.ops",
+    "PackedWeight": "ppo_fast.ops",
     "PPOTrainer": "ppo_fast.training",
     "UserError": "ppo_fast.errors",
     "ValueStats": "ppo_fast.ops",
@@ -46,9 +50,11 @@ _HOME = {
     "linear_selected_logprobs": "ppo_fast.ops",
     "linear_token_loss": "ppo_fast.ops",
     "masked_mean": "ppo_fast.ops",
+    "pack_weight": "ppo_fast.ops",
     "ppo_loss": "ppo_fast.ops",
     "selected_logprobs": "ppo_fast.ops",
     "shape_rewards": "ppo_fast.ops",
+    "small_linear": "ppo_fast.ops",
     "value_loss": "ppo_fast.ops",
     "whiten": "ppo_fast.ops",
 }
@@ -57,6 +63,7 @@ __all__ = [
     "PPOConfig",
     "PPOStats",
     "PPOTrainer",
+    "PackedWeight",
     "UserError",
     "ValueStats",
     "__version__",
@@ -68,9 +75,11 @@ __all__ = [
     "linear_selected_logprobs",
     "linear_token_loss",
     "masked_mean",
+    "pack_weight",
     "ppo_loss",
     "selected_logprobs",
     "shape_rewards",
+    "small_linear",
     "value_loss",
     "whiten",
 ]

@@ -13,6 +13,7 @@ import bench_linear_ppo_loss
 import bench_linear_selected_logprobs
 import bench_ppo_loss
 import bench_selected_logprobs
+import bench_small_linear
 import head
 import peers
 import plots
@@ -225,6 +226,7 @@ def tiny_cases(monkeypatch):
         yield bench_linear_ppo_loss._fewer_rows(24, dtype)
     yield bench_gae.case((6, 9))
     yield bench_ppo_loss.case((6, 9))
+    yield bench_small_linear.case(40, 70, BF16)
 
 
 def test_the_cases_pass_their_own_check(monkeypatch):
