@@ -115,10 +115,11 @@ def linear_selected_logprobs(
         IndexError: for an id out of range, or outside its kept set, on CPU (or with PPO_FAST_CHECK=1); elsewhere NaN.
 
     Cost, with ``G = 2 N V H`` operations: without gradients G. With a frozen output layer (neither weight nor bias
-    requires grad) and no gradient through the entropy (``return_entropy`` or ``entropy_grad`` is False) 2 G: the forward
-    pass forms ``(W[y] - E_p[W]) / temperature`` for each token, and the backward pass multiplies it by the incoming
-    gradient, with no matrix product. Otherwise the backward pass recomputes the logits chunk by chunk: 3 G with a frozen layer, 4 G with a trainable one; on CPU tokens without
-    any incoming gradient are left out of it. A loss that is local to the token is cheaper through `linear_token_loss`.
+    requires grad) and no gradient through the entropy (``return_entropy`` or ``entropy_grad`` is False) 2 G: the
+    forward pass forms ``(W[y] - E_p[W]) / temperature`` for each token, and the backward pass multiplies it by the
+    incoming gradient, with no matrix product. Otherwise the backward pass recomputes the logits chunk by chunk: 3 G
+    with a frozen layer, 4 G with a trainable one; on CPU tokens without any incoming gradient are left out of it. A
+    loss that is local to the token is cheaper through `linear_token_loss`.
 
     Numerics, each tested on every CPU path. float32: the error against float64 is at most twice that of float32
     PyTorch, in log-probs, entropies and gradients. 16-bit inputs: log-probs and entropies as a float32 output layer
