@@ -1,7 +1,7 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
-# make test-trl, make bench-trl   the same for TRL's trainers on ppo_fast's ops (25 minutes)
+# make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
 # make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 # Each makes .venv if there is none, installs what is missing, builds the extension, and runs.

@@ -175,8 +175,8 @@ class _OutputLayer:
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
         _count(hidden, weight, bias)
-        if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            # TRL computes in the dtype of the hidden states: float32 with cast_lm_head_to_fp32.
+        if weight.itemsize < hidden.itemsize and not torch.is_autocast_enabled(hidden.device.type):
+            # cast_lm_head_to_fp32 widens the hidden states; the op would round them back to the dtype of the weight.
             weight = weight.to(hidden.dtype)
         found = linear_selected_logprobs(
             hidden,

@@ -290,12 +290,12 @@ def test_16_bit_models_are_at_least_as_exact_as_in_trl(tiny_model, batch, dtype,
 
 
 @needs_trl
-@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
-def test_the_head_in_float32(tiny_model, batch, head_dtype):
+@pytest.mark.parametrize(("dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_the_head_in_float32(tiny_model, batch, dtype, head_dtype):
     """cast_lm_head_to_fp32: the hidden states are float32, outside of autocast, whatever the weight is."""
 
     def made():
-        model = tiny_model("llama").bfloat16()
+        model = tiny_model("llama").to(dtype)
         model.lm_head.to(head_dtype)
         return model
 
