@@ -176,12 +176,25 @@ def run_both(case: str) -> dict[str, Any]:
         class Both(trainer):  # type: ignore[misc]
             def compute_loss(self, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Tensor:
                 with integration.enabled() as calls:
-                    loss = super().compute_loss(model, inputs, *rest, **keywords)
+                    loss = super().compute_loss(model, self._rescored(model, inputs), *rest, **keywords)
                     mine[:] = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
                 seen.append(calls)
                 stock = super().compute_loss(model, inputs, *rest, **keywords)
                 steps.append({"stock_loss": stock.item(), "loss": loss.item()})
                 return stock
+
+            @torch.no_grad()
+            def _rescored(self, model: Any, inputs: Any) -> Any:
+                """RLOO's ratio is of log-probs summed over a reply: both of them must come from the same arithmetic."""
+                if "old_logps" not in inputs:
+                    return inputs
+                ids, mask = (
+                    torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
+                    for name in ("ids", "mask")
+                )
+                live = inputs["completion_mask"]
+                logprobs, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, live.shape[1])
+                return {**inputs, "old_logps": (logprobs * live).sum(1)}
 
         return Both
 
