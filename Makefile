@@ -1,6 +1,7 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
+# make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
 # make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 # Each makes .venv if there is none, installs what is missing, builds the extension, and runs.
@@ -22,10 +23,10 @@ STAMP := $(VENV)/.ppo_fast-$(shell pwd | cksum | cut -d ' ' -f 1)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 PYTEST := $(BIN)/python -m pytest
 
-# The peers of the bench have an environment of their own, laid over the project's, so that they share its torch.
+# The bench's peers, TRL among them, have an environment of their own, laid over the project's: they share its torch.
 PEERS := .venv-peers
 
-.PHONY: demo test test-long bench bench-quick fuzz sanitize lint clean
+.PHONY: demo test test-long test-trl bench bench-quick bench-trl fuzz sanitize lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -40,8 +41,15 @@ test: $(STAMP)-dev lint
 test-long: $(STAMP)-dev
 	$(PYTEST) -q -m long
 
+test-trl: $(STAMP)-dev $(PEERS)/installed
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q -n 2 tests/integrations
+
 bench: $(PEERS)/installed
 	$(PEERS)/bin/python bench/run.py $(BENCH)
+
+# A run that is in the folder is not made again.
+bench-trl: $(STAMP)-demo $(PEERS)/installed
+	$(PEERS)/bin/python bench/bench_trl.py --parts runs/trl
 
 bench-quick: BENCH := --quick
 bench-quick: bench

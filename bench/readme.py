@@ -71,8 +71,46 @@ def ops(result: dict[str, Any]) -> str:
     )
 
 
+def trl(result: dict[str, Any]) -> str:
+    """One row a case: TRL's figure → with ppo_fast, and the ratio in bold; what the results differ by."""
+    machine, versions, settings = result["machine"], result["versions"], result["settings"]
+    head = ["", "head, s a step", "whole step, s", "peak memory, GiB", "loss differs by", "gradient differs by"]
+    rows = [head, ["---"] * len(head)]
+    for case, row in result["summary"].items():
+        algorithm, weights = case.split("-")
+        rows.append(
+            [
+                f"{algorithm.upper()}, {'LoRA' if weights == 'lora' else 'full weights'}",
+                *(_ratio(row, key, unit, digits) for key, unit, digits in _TRL_COLUMNS),
+                f"{row['loss_difference']:.0e}",
+                f"{row['gradient_error']:.0e}",
+            ]
+        )
+    return "\n".join(
+        [
+            f"{machine['processor']}, {machine['threads']} threads, TRL {versions['trl']}, torch {versions['torch']}; "
+            f"SmolLM2-135M in float32, {settings['per_device_train_batch_size']} replies of at most "
+            f"{settings['max_completion_length']} tokens to prompts of {settings['prompt_tokens']}.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
+
+
+_TRL_COLUMNS = (("head", 1, 2), ("step", 1, 1), ("peak_bytes", 2**30, 1))
+
+
+def _ratio(row: dict[str, Any], key: str, unit: float, digits: int) -> str:
+    stock, ours = (row[name][key] / unit for name in ("stock", "ours"))
+    return f"{stock:.{digits}f} → {ours:.{digits}f}, **{row['ratio'][key]:.2f}x**"
+
+
 # Table -> the results under bench/results/ that it is made of.
-TABLES: dict[str, tuple[str, Table]] = {"demo": ("demo.json", demo), "ops": ("ops-*.json", ops)}
+TABLES: dict[str, tuple[str, Table]] = {
+    "demo": ("demo.json", demo),
+    "ops": ("ops-*.json", ops),
+    "trl": ("trl.json", trl),
+}
 
 
 def _change(difference: dict[str, Any], digits: int) -> str:

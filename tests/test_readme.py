@@ -28,6 +28,20 @@ def test_every_committed_interval_of_the_demo_excludes_zero():
         assert differences["reward"]["interval"]["estimate"] >= 0.3
 
 
+def test_every_committed_run_in_trl_is_stocks_own_and_its_head_takes_at_most_0_4_of_the_time():
+    result = json.loads((ROOT / "bench" / "results" / "trl.json").read_text())
+    assert set(result["summary"]) == {"grpo-full", "grpo-lora", "rloo-full", "rloo-lora"}
+    for case, row in result["summary"].items():
+        ours, both = result["parts"][case]["ours"], result["parts"][case]["both"]
+        steps = len(ours["steps"])
+        assert steps == both["served"] == 5, case
+        assert ours["calls"]["frozen" if case.endswith("lora") else "trained"] == steps
+        assert ours["left_to_trl"] == 0
+        assert row["ratio"]["head"] <= 0.4, case
+        assert row["gradient_error"] <= 1e-5, case
+        assert row["loss_difference"] <= 1e-5, case
+
+
 def test_the_trainer_in_ten_lines(tmp_path, tiny_model_dir):
     settings = "total_episodes=8, per_device_train_batch_size=4, gradient_accumulation_steps=2"
     changes = {

@@ -16,9 +16,15 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 AVAILABLE = _CLEAR_REFS.exists()
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
+
+
+def track_peak() -> None:
+    """From here on VmHWM is the peak; ru_maxrss can't be reset."""
+    _CLEAR_REFS.write_text("5")
 
 
 def peak_bytes(case: Case, name: str) -> int:
@@ -33,10 +39,10 @@ def peak_bytes(case: Case, name: str) -> int:
     argument = variant.prepare(inputs)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else freed memory that the allocator keeps would serve the call uncounted
-    before = _status("VmRSS")
-    _CLEAR_REFS.write_text("5")  # VmHWM := VmRSS; ru_maxrss can't be reset
+    before = status("VmRSS")
+    track_peak()
     results = variant.run(argument)
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     del results
     return peak - before
 

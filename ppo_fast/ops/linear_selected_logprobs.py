@@ -35,6 +35,7 @@ def linear_selected_logprobs(
     mask: Tensor | None = None,
     kept_ids: Tensor | None = None,
     return_entropy: Literal[False] = False,
+    entropy_grad: bool = True,
 ) -> Tensor: ...
 @overload
 def linear_selected_logprobs(
@@ -49,6 +50,7 @@ def linear_selected_logprobs(
     mask: Tensor | None = None,
     kept_ids: Tensor | None = None,
     return_entropy: Literal[True],
+    entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_selected_logprobs(
@@ -63,6 +65,7 @@ def linear_selected_logprobs(
     mask: Tensor | None = None,
     kept_ids: Tensor | None = None,
     return_entropy: bool,
+    entropy_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_selected_logprobs(
     hidden: Tensor,  # [..., H]
@@ -76,6 +79,7 @@ def linear_selected_logprobs(
     mask: Tensor | None = None,  # [...] bool, True = live
     kept_ids: Tensor | None = None,  # [..., K] int64, padded with -1
     return_entropy: bool = False,
+    entropy_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs of ``token_ids``, in nats, under the distribution of an output layer; optionally its entropy.
 
@@ -99,6 +103,7 @@ def linear_selected_logprobs(
             and entropy are then those of the distribution renormalised on the set, and only these rows of ``weight``
             are multiplied: ``2 K H`` operations a token in place of ``2 V H``.
         return_entropy: also return ``-sum_j p_j log p_j``, differentiable.
+        entropy_grad: False returns the entropy as a constant, for metrics: it then costs no product with the layer.
 
     Returns:
         log-probs ``[...]``, or ``(log-probs, entropy)``, in float32 (float64 for a float64 weight); differentiable in
@@ -110,10 +115,11 @@ def linear_selected_logprobs(
         IndexError: for an id out of range, or outside its kept set, on CPU (or with PPO_FAST_CHECK=1); elsewhere NaN.
 
     Cost, with ``G = 2 N V H`` operations: without gradients G. With a frozen output layer (neither weight nor bias
-    requires grad) and ``return_entropy=False`` 2 G: the forward pass forms ``(W[y] - E_p[W]) / temperature`` for each
-    token, and the backward pass multiplies it by the incoming gradient, with no matrix product. Otherwise the backward
-    pass recomputes the logits chunk by chunk: 3 G with a frozen layer, 4 G with a trainable one; on CPU tokens without
-    any incoming gradient are left out of it. A loss that is local to the token is cheaper through `linear_token_loss`.
+    requires grad) and no gradient through the entropy (``return_entropy`` or ``entropy_grad`` is False) 2 G: the
+    forward pass forms ``(W[y] - E_p[W]) / temperature`` for each token, and the backward pass multiplies it by the
+    incoming gradient, with no matrix product. Otherwise the backward pass recomputes the logits chunk by chunk: 3 G
+    with a frozen layer, 4 G with a trainable one; on CPU tokens without any incoming gradient are left out of it. A
+    loss that is local to the token is cheaper through `linear_token_loss`.
 
     Numerics, each tested on every CPU path. float32: the error against float64 is at most twice that of float32
     PyTorch, in log-probs, entropies and gradients. 16-bit inputs: log-probs and entropies as a float32 output layer
@@ -135,10 +141,12 @@ def linear_selected_logprobs(
         kept_ids=kept_ids,
     )
     need_hidden, need_weight, need_bias = layer.needs()
-    ahead = need_hidden and not (need_weight or need_bias or return_entropy)
+    ahead = need_hidden and not (need_weight or need_bias or (return_entropy and entropy_grad))
     with annotate("ppo_fast::linear_selected_logprobs"):
         logprobs, entropy, _ = torch.ops.ppo_fast.linear_selected_logprobs(*layer, bool(return_entropy), ahead)
     shape = token_ids.shape
+    if not entropy_grad:
+        entropy = entropy.detach()
     return (logprobs.reshape(shape), entropy.reshape(shape)) if return_entropy else logprobs.reshape(shape)
 
 
@@ -214,7 +222,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         ctx.save_for_backward(direction, mask)
     else:
         ctx.save_for_backward(hidden, weight, bias, token_ids, temperature, mask, kept_ids)
-    ctx.mark_non_differentiable(*([direction] if return_entropy else [entropy, direction]))
+    ctx.mark_non_differentiable(*([direction] if return_entropy and not ahead else [entropy, direction]))
     ctx.set_materialize_grads(False)
 
 

@@ -359,6 +359,8 @@ def test_matrix_products_and_dropped_rows(gemm_flops):
     assert gemm_flops(forward(frozen, mask=mask)) == 2 * G * 3 / 4
     assert gemm_flops(forward(frozen, return_entropy=True)) == G
     assert gemm_flops(backward(ones)) == 2 * G
+    assert gemm_flops(forward(frozen, return_entropy=True, entropy_grad=False)) == 2 * G
+    assert gemm_flops(backward(ones)) == 0
     assert gemm_flops(forward(weight)) == G
     assert gemm_flops(backward(ones)) == 3 * G
     assert gemm_flops(forward(weight)) == G
@@ -394,6 +396,28 @@ def test_second_backward_with_retained_graph():
             if times == 1:
                 once = hidden.grad.clone()
             torch.testing.assert_close(hidden.grad, times * once, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", ["all", "kept"])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_entropy_as_a_constant(cpu_backend, trainable, name):
+    hidden, weight, ids, settings = case(name, 7, 5, 30)
+    mask = torch.arange(7) % 3 != 0
+    leaves = [hidden, weight, *([settings["bias"]] if "bias" in settings else [])]
+    for leaf in leaves[1:]:
+        leaf.requires_grad_(trainable)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    upstream = torch.randn(7, dtype=torch.float64)
+    reference = linear_selected_logprobs(hidden, weight, ids, mask=mask, return_entropy=True, **settings)
+    expected = torch.autograd.grad(reference[0], wanted, upstream)
+    logprobs, entropy = linear_selected_logprobs(
+        hidden, weight, ids, mask=mask, return_entropy=True, entropy_grad=False, **settings
+    )
+    assert not entropy.requires_grad
+    assert torch.equal(logprobs, reference[0])
+    assert torch.equal(entropy, reference[1])
+    got = torch.autograd.grad(logprobs + entropy, wanted, upstream)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("return_entropy", [False, True])
@@ -538,6 +562,10 @@ def test_opcheck(name):
         OPS.linear_selected_logprobs.default,
         (hidden, weight.detach(), None if bias is None else bias.detach(), *rest, False, True),
     )
+    torch.library.opcheck(
+        OPS.linear_selected_logprobs.default,
+        (hidden, weight.detach(), None if bias is None else bias.detach(), *rest, True, True),
+    )
     constants = [None if x is None else x.detach() for x in (hidden, weight, bias)]
     needs = (True, True, bias is not None)
     grads = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
@@ -550,7 +578,10 @@ def test_opcheck(name):
 def compiled_target(hidden, weight, ids, mask):
     logprobs, entropy = linear_selected_logprobs(hidden * 2, weight, ids, mask=mask, return_entropy=True)
     ahead = linear_selected_logprobs(hidden * 2, weight.detach(), ids, mask=mask, temperature=0.5)
-    return (logprobs + entropy * ahead).sum()
+    constant = linear_selected_logprobs(
+        hidden * 2, weight.detach(), ids, mask=mask, return_entropy=True, entropy_grad=False
+    )
+    return (logprobs + entropy * ahead + constant[0] * constant[1]).sum()
 
 
 def test_compiles_to_one_graph_for_any_number_of_tokens():
