@@ -135,7 +135,6 @@ def bad_inputs():
         ),
         "no such value target": ({"value_lora": {"target_modules": ["nope"]}}, [], "value_peft_config can't work"),
         "layers x": ({"lora": {"layers_to_transform": ["x"]}}, [], "lora.layers_to_transform is .'x'."),
-        "adapter on head": ({"lora": {"target_modules": ["lm_head"]}}, [], "the adapter is on the model's head"),
         "lora is text": ({"lora": "yes"}, [], "section 'lora' of the recipe is 'yes'"),
         "lora is false": ({"lora": False}, [], "section 'lora' of the recipe is False"),
         "prompts null": (data(prompts=None), [], "data.prompts is None; set it to the name"),
