@@ -2,7 +2,7 @@
 // gradient of both; the two primitives under every linear_* op (ppo_fast/ops/_chunks.py).
 //
 // Forward: hidden [n, H] is packed into panels of up to 32 tokens, [word][token] -> the vocabulary is cut into about 64
-// segments, which threads take one by one; a segment goes block by block (96 rows, less for large H, so that a block
+// segments, which threads take one by one; a segment goes block by block (192 rows, less for large H, so that a block
 // stays in the second-level cache), each block against every panel, 12 rows x 32 tokens of accumulators at a time.
 // Tokens sit in vector lanes, so the running maximum, the exponentials and their sums are taken from the accumulators
 // with no horizontal step, and the token's own logit is picked out in passing. Logits go to memory only if a backward
