@@ -147,6 +147,18 @@ def _check_logits(
         )
 
 
+def _logits_gradient(case: LogitsCase, x: LogitsInputs, logits: Tensor, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """The gradient of the logits for what arrives at the log-probs, the entropy, or both."""
+    pairs = {
+        "both": ((logprobs, x.c), (entropy, x.e)),
+        "logprobs": ((logprobs, x.c),),
+        "entropy": ((entropy, x.e),),
+    }
+    outputs, upstream = zip(*pairs[case.upstream], strict=True)
+    (gradient,) = torch.autograd.grad(outputs, logits, upstream)
+    return gradient
+
+
 @examples
 @given(case=logits_cases())
 def test_selected_logprobs(case: LogitsCase) -> None:
@@ -157,13 +169,7 @@ def test_selected_logprobs(case: LogitsCase) -> None:
         logprobs, entropy = selected_logprobs(
             logits, x.ids, temperature=x.temperature, mask=x.mask, return_entropy=True
         )
-        pairs = {
-            "both": ((logprobs, x.c), (entropy, x.e)),
-            "logprobs": ((logprobs, x.c),),
-            "entropy": ((entropy, x.e),),
-        }
-        outputs, upstream = zip(*pairs[case.upstream], strict=True)
-        (gradient,) = torch.autograd.grad(outputs, logits, upstream)
+        gradient = _logits_gradient(case, x, logits, logprobs, entropy)
         return logprobs.detach(), entropy.detach(), gradient
 
     _check_logits(case, x, run)
@@ -192,13 +198,7 @@ def test_inplace_backward(case: LogitsCase) -> None:
             logprobs, entropy = selected_logprobs(
                 logits, x.ids, temperature=x.temperature, mask=x.mask, return_entropy=True
             )
-        pairs = {
-            "both": ((logprobs, x.c), (entropy, x.e)),
-            "logprobs": ((logprobs, x.c),),
-            "entropy": ((entropy, x.e),),
-        }
-        outputs, upstream = zip(*pairs[case.upstream], strict=True)
-        (gradient,) = torch.autograd.grad(outputs, logits, upstream)
+        gradient = _logits_gradient(case, x, logits, logprobs, entropy)
         if gradient.data_ptr() == logits.data_ptr() and logits.numel():
             assert storage.detach()[outside].isnan().all()
         return logprobs.detach(), entropy.detach(), gradient

@@ -20,6 +20,21 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=[name for name in backends.available() if name not in ("eager", "triton")])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once at each instruction set of the C++ extension that is here."""
+    with backends.force(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for the length of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def gemm_flops() -> Callable[[Callable[[], object]], int]:
     """Counts the multiplications and additions in all matrix products that run inside a call, whoever makes them.

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,19 +30,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EPS = torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.skipif(not ISAS, reason=f"no C++ extension here: {backends()['why']['cpu']}")
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with backends.force(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def stat(dtype: torch.dtype) -> torch.dtype:

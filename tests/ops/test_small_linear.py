@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,19 +14,6 @@ from ppo_fast.ops import PackedWeight, backends, pack_weight, small_linear
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ISAS = [name for name in backends.available() if name not in ("eager", "triton")]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with backends.force(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def stat(dtype: torch.dtype) -> torch.dtype:
