@@ -3,7 +3,9 @@
 // row_exp: exp(d / T) over a row of logits, d = x - reference. In base 2, with log2(e) / T folded into one constant:
 //   2^t, t = d * c, t = n + f with |f| <= 1/2, a polynomial of degree 5 in f with constant term exactly 1 (error
 //   9.1e-8 relative, found by minimax; 1.1e-7 after rounding its coefficients), times 2^n. exp(0) is exactly 1.
+//   Below AVX-512 n runs into the sign from d / T = 88.7 on; there row_exp is only for less.
 //   AVX-512 has n in steps of 1/32, 2^n's fraction from a table, and a polynomial of degree 2 (5.4e-8 before rounding).
+//   It grows to infinity, and is NaN for an infinite d alone.
 // exp_terms: e^x, e^x - 1 and e^x - 1 - x for a log-ratio x. In base e: x = n ln2 + r with ln2 in two parts, whose
 //   first product is exact with or without FMA; e^r - 1 = r + r^2 P(r), P of degree 5. Small x keeps full relative
 //   precision in all three, so that KL estimator k3 neither cancels nor turns negative.

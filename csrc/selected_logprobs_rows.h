@@ -56,6 +56,18 @@ PPO_FAST_FN bool any_above(vf x, float limit) {
 }
 PPO_FAST_FN bool any_above(double x, double limit) { return x > limit; }
 
+PPO_FAST_FN bool any_nan(vf x) {
+#if PPO_FAST_ISA >= 2
+  return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0;
+#elif PPO_FAST_ISA == 1
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0;
+#else
+  const float total = (x[0] + x[1]) + (x[2] + x[3]);  // no two infinities of unlike sign among exponentials
+  return total != total;
+#endif
+}
+PPO_FAST_FN bool any_nan(double x) { return x != x; }
+
 // Sums against a reference, made sums against one that is `drop` lower, which multiplies each term by `scale`.
 PPO_FAST_FN void move_reference(WideSum<vf>& total, WideSum<vf>& weighted, double drop, double scale) {
   weighted.low = (weighted.low + total.low * drop) * scale;
@@ -68,10 +80,16 @@ PPO_FAST_FN void move_reference(WideSum<double>& total, WideSum<double>& weighte
   total.low *= scale;
 }
 
-template <bool kEntropy, class V>
-PPO_FAST_FN void fold(V x, V reference, const RowExp<V>& k, V& total, V& weighted) {
-  V d = x - reference;
-  const V e = row_exp(d, k);
+// What a block is summed against.
+template <class V> struct Against {
+  V reference, ceiling;
+  RowExp<V> k;
+};
+
+template <bool kEntropy, class V> PPO_FAST_FN void fold(V x, const Against<V>& against, V& total, V& weighted) {
+  V d = x - against.reference;
+  if constexpr (PPO_FAST_ISA < 2) d = vmin(against.ceiling, d);  // row_exp isn't made for more; NaN passes
+  const V e = row_exp(d, against.k);
   total = total + e;
   if constexpr (kEntropy) weighted = fma(e, d, weighted);
 }
@@ -79,13 +97,14 @@ PPO_FAST_FN void fold(V x, V reference, const RowExp<V>& k, V& total, V& weighte
 // See RowSums. One pass with a lagging reference: a block is summed against a maximum of what came before it, and only
 // if it holds something more than kSlack above is the reference raised and the block done again. No maximum is kept:
 // such an element shows in the sum of its lane, and only where one is large does a second look at the block, by then in
-// the nearest cache, tell a high element from many. Blocks start small, as early maxima rise often.
+// the nearest cache, tell a high element from many. One infinitely far above shows as NaN, which vmax may lose. Blocks
+// start small, as early maxima rise often.
 template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n, double temperature) {
   using V = typename Lanes<T>::type;
   using S = typename Scalar<V>::type;
   constexpr int64_t step = 2 * lanes<V>;
   constexpr S limit = 7;  // below exp(kSlack)
-  const RowExp<V> k = row_exp_constants<V>(temperature);
+  Against<V> against = {{}, splat<V>(88 * temperature), row_exp_constants<V>(temperature)};
   const S slack = static_cast<S>(kSlack * temperature);
 
   S reference = static_cast<S>(-__builtin_inf());
@@ -101,17 +120,17 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
       if (reference == static_cast<S>(-__builtin_inf())) continue;  // nothing finite so far
     }
     for (;;) {
-      const V r = splat<V>(reference);
+      against.reference = splat<V>(reference);
       V total0 = {}, total1 = {}, total2 = {}, total3 = {};  // four chains hide the latency of their additions
       V weighted0 = {}, weighted1 = {}, weighted2 = {}, weighted3 = {}, a, b;
       int64_t i = 0;
       for (; i + 2 * step <= size; i += 2 * step) {
         load2(block + i, a, b);
-        fold<kEntropy>(a, r, k, total0, weighted0);
-        fold<kEntropy>(b, r, k, total1, weighted1);
+        fold<kEntropy>(a, against, total0, weighted0);
+        fold<kEntropy>(b, against, total1, weighted1);
         load2(block + i + step, a, b);
-        fold<kEntropy>(a, r, k, total2, weighted2);
-        fold<kEntropy>(b, r, k, total3, weighted3);
+        fold<kEntropy>(a, against, total2, weighted2);
+        fold<kEntropy>(b, against, total3, weighted3);
       }
       for (; i < size; i += step) {
         if (i + step <= size) {
@@ -119,10 +138,11 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
         } else {
           load2_tail(block + i, size - i, a, b);
         }
-        fold<kEntropy>(a, r, k, total0, weighted0);
-        fold<kEntropy>(b, r, k, total1, weighted1);
+        fold<kEntropy>(a, against, total0, weighted0);
+        fold<kEntropy>(b, against, total1, weighted1);
       }
-      if (any_above(vmax(vmax(total0, total1), vmax(total2, total3)), limit)) {
+      const V sum = (total0 + total1) + (total2 + total3);
+      if (any_above(vmax(vmax(total0, total1), vmax(total2, total3)), limit) || any_nan(sum)) {
         bool nan;  // which the sums hold already
         const S top = largest(block, size, nan);
         if (top > reference + slack) {
@@ -132,7 +152,7 @@ template <class T, bool kEntropy> static RowSums row_sums(const T* x, int64_t n,
           continue;
         }
       }
-      add(all, (total0 + total1) + (total2 + total3));
+      add(all, sum);
       if constexpr (kEntropy) add(all_weighted, (weighted0 + weighted1) + (weighted2 + weighted3));
       break;
     }

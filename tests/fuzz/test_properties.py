@@ -1,6 +1,7 @@
 """What must hold for any input: on every CPU path the op is as near to its float64 definition as plain PyTorch.
 
-`make test` runs a few hundred examples, the same ones every time. PPO_FAST_FUZZ=N draws N new ones over all properties
+`make test` runs a few hundred examples, nearly the same ones every time: Hypothesis mixes in constants of the modules
+loaded so far, which depend on the tests a worker ran before. PPO_FAST_FUZZ=N draws N new ones over all properties
 (`make fuzz`: 100,000); a failing example is printed as the call that made it, and kept in .hypothesis for the next run.
 """
 

@@ -121,6 +121,21 @@ def test_a_late_maximum_overtakes_the_first_block(cpu_backend, as_exact_as):
     compare(as_exact_as, logits, torch.tensor([20_010, 0]), torch.randn(2), torch.randn(2))
 
 
+@pytest.mark.parametrize("V", [300, 1000, 2047, 5000])
+@pytest.mark.parametrize("top", [90.0, 300.0, 2000.0, 1e30, 3e38])
+@pytest.mark.parametrize("steep", [1, 30])
+def test_later_elements_any_distance_above_the_first(cpu_backend, V, top, steep):
+    """exp(x - reference) against an early reference overflows float32, its exponent field, and then x - reference."""
+    logits = top * torch.linspace(-1.0, 1.0, V, dtype=torch.float64).abs().pow(steep) * torch.linspace(-1.0, 1.0, V)
+    logits = torch.stack([logits, logits.flip(0), logits[torch.randperm(V)]]).float()
+    ids = logits.argmax(-1)
+    exact = logits.double().log_softmax(-1)
+    logprobs, entropy = selected_logprobs(logits, ids, return_entropy=True)
+    torch.testing.assert_close(logprobs.double(), exact.amax(-1), rtol=1e-5, atol=1e-6)
+    expected = torch.where(exact.exp() > 0, -exact * exact.exp(), 0.0).sum(-1)
+    torch.testing.assert_close(entropy.double(), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("V", [7, V_REAL])
 def test_all_logits_at_minus_ten_thousand(cpu_backend, as_exact_as, V):
     logits = torch.full((2, V), -1e4)
