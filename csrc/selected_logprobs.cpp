@@ -229,7 +229,7 @@ template <class T>
 void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_entropy,
                     const Tensor& logits, const Tensor& token_ids, const Tensor& temperature_,
                     const std::optional<Tensor>& mask_, const Tensor& entropy_, const Tensor& lse_, const Rows<T>& out,
-                    bool stream) {
+                    bool fresh) {  // past the caches, into memory never touched
   using S = StatOf<T>;
   constexpr ScalarType dtype = scalar_type_of<S>;
   const int64_t A = logits.size(0), B = logits.size(1), V = logits.size(2);
@@ -261,11 +261,12 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
 
   over_segments(static_cast<int64_t>(zero.size()), V, [&](int64_t i, int64_t column, int64_t columns) {
     void* segment = out[zero[static_cast<size_t>(i)]] + column;
+    if (fresh) make_pages(segment, columns * int64_t{sizeof(T)});
     std::memset(segment, 0, static_cast<size_t>(columns) * sizeof(T));
   });
 
   const auto sums = row_sums_kernel<T>(false);
-  const auto gradient = row_gradient_kernel<T>(stream);
+  const auto gradient = row_gradient_kernel<T>(fresh);
   const int64_t count = static_cast<int64_t>(work.size()), segments = ceil_div(V, kSegment);
   std::vector<RowSums> parts(static_cast<size_t>(count * segments));
   const auto sum_segment = [&](int64_t i, int64_t column, int64_t columns) {
@@ -278,6 +279,7 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
     const int64_t y = ids[w.row];
     const bool holds_token = column <= y && y < column + columns;
     const double x_token = holds_token ? element(rows[w.row], y) : 0;  // before it may be overwritten
+    if (fresh) make_pages(out[w.row] + column, columns * int64_t{sizeof(T)});
     gradient(rows[w.row] + column, out[w.row] + column, columns, row_constants(w, t));
     if (holds_token) set_element(out[w.row], y, gradient_at_token(w, x_token, t));
   };
@@ -334,9 +336,8 @@ Tensor selected_logprobs_backward(std::optional<Tensor> grad_logprobs,  // [A, B
   Tensor out = empty({logits.size(0), logits.size(1), logits.size(2)}, logits.scalar_type());
   by_dtype(logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const int64_t bytes = out.numel() * int64_t{sizeof(T)};
-    const bool large = bytes >= (int64_t{4} << 20);  // else it may as well stay in the caches for its reader
-    if (large) ask_for_huge_pages(out.mutable_data_ptr(), bytes);
+    // Fresh from the system; less than that may as well stay in the caches for its reader.
+    const bool large = out.numel() * int64_t{sizeof(T)} >= (int64_t{4} << 20);
     write_gradient<T>(grad_logprobs, grad_entropy, logits, token_ids, temperature, mask, entropy, lse,
                       Rows<T>(out, writable<T>(out)), large);
   });
