@@ -1,8 +1,7 @@
 // ppo_loss: the clipped policy loss, its gradient and every statistic of [B, T] tokens in one pass.
 //
 // Pipeline: blocks of 4096 flat tokens -> vectors of tokens, masked inputs replaced by zero -> the mathematics of a
-// token (ppo_token.h, the one place it stands in) -> gradient and log-ratio to memory; the terms of each lane added
-// up in chains of eight, the chains and the weighted loss in double -> blocks added in order. Nothing is read twice.
+// token (ppo_token.h, the one place it stands in) -> gradient to memory; the terms of each lane added up in chains of eight, the chains and the weighted loss in double -> blocks added in order. Nothing is read twice.
 //
 // Numerics: a token is computed in the stat dtype; the ratio is within 1.5 ulp, and ratio - 1 and the k3 estimator
 // keep full relative precision near ratio 1, where subtracting 1 from a float32 ratio would leave few digits. Chains
@@ -33,7 +32,6 @@ template <class S> struct PpoLossArguments {
   int kl_estimator;
   S* d_logprobs;          // [B, T]
   S* d_entropy;           // [B, T] or null
-  S* log_ratios;          // [B, T]
 };
 
 }  // namespace ppo_fast
@@ -45,7 +43,7 @@ namespace ppo_fast {
 namespace {
 
 template <class S>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
+std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
     const Tensor& logprobs, const Tensor& old_logprobs, const Tensor& advantages, const Tensor& mask,
     const Tensor& row_weights, const std::optional<Tensor>& entropy, const std::optional<Tensor>& ref_logprobs,
     double clip_low, double clip_high, std::optional<double> dual_clip, int64_t objective, double entropy_coef,
@@ -53,7 +51,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
   const int64_t B = logprobs.size(0), T = logprobs.size(1);
   const ScalarType dtype = scalar_type_of<S>;
   Tensor loss = empty({}, dtype), d_logprobs = empty({B, T}, dtype), sums = empty({kPpoSums - 1}, ScalarType::Double);
-  Tensor log_ratios = empty({B, T}, dtype);
   Tensor d_entropy = entropy.has_value() ? empty({B, T}, dtype) : empty({0}, dtype);
   check(objective == 0 || objective == 1, "objective", "0 (PPO) or 1 (CISPO)");
   check(kl_estimator >= 1 && kl_estimator <= 3, "kl_estimator", "1, 2 or 3");
@@ -75,7 +72,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
   a.kl_estimator = static_cast<int>(kl_estimator);
   a.d_logprobs = writable<S>(d_logprobs);
   a.d_entropy = entropy.has_value() ? writable<S>(d_entropy) : nullptr;
-  a.log_ratios = writable<S>(log_ratios);
 
   auto* tokens = &portable::ppo_loss_tokens<S>;
   if constexpr (std::is_same_v<S, float>) tokens = PPO_FAST_PICK(ppo_loss_tokens<float>);
@@ -83,10 +79,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ppo_loss_of(
       B * T, [&](int64_t begin, int64_t end, double* partial) { tokens(a, begin, end, partial); });
   for (int k = 0; k < kPpoSums - 1; ++k) writable<double>(sums)[k] = totals[static_cast<size_t>(k)];
   *writable<S>(loss) = static_cast<S>(totals[kPpoSums - 1]);
-  return {loss, d_logprobs, d_entropy, sums, log_ratios};
+  return {loss, d_logprobs, d_entropy, sums};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ppo_loss(
+std::tuple<Tensor, Tensor, Tensor, Tensor> ppo_loss(
     Tensor logprobs,                      // [B, T]
     Tensor old_logprobs,                  // [B, T]
     Tensor advantages,                    // [B, T]

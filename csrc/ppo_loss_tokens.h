@@ -39,7 +39,6 @@ static void ppo_loss_tokens(const PpoLossArguments<S>& a, int64_t begin, int64_t
       const PpoToken<V> t = ppo_token<V>(logprob, old, advantage, entropy, ref, s);
       const V weight = live ? run.weights() : splat<V>(0);
       store_n<V>(a.d_logprobs + i, weight * t.d_logprob, n);
-      store_n<V>(a.log_ratios + i, -t.k1, n);
       if (a.d_entropy) store_n<V>(a.d_entropy + i, s.entropy_in_loss ? -s.entropy_coef * weight : splat<V>(0), n);
 
       count = count + (live ? splat<V>(1) : splat<V>(0));

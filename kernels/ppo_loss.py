@@ -41,7 +41,6 @@ def _ppo_loss_kernel(
     ref_logprobs_ptr,  # [B, T], or None
     d_logprobs_ptr,  # [B, T]
     d_entropy_ptr,  # [B, T], or None
-    log_ratios_ptr,  # [B, T]
     table_ptr,  # [n_blocks, 12] float64
     low: tl.float64,
     high: tl.float64,
@@ -70,7 +69,6 @@ def _ppo_loss_kernel(
     advantage = tl.load(advantages_ptr + token, mask=live, other=0.0)
 
     difference = logprob - old_logprob
-    tl.store(log_ratios_ptr + token, difference, mask=inside)
     ratio = tl.exp(difference)
     surrogate, slope, flat, outside = surrogate_term(
         logprob,
@@ -130,15 +128,15 @@ def ppo_loss(
     entropy_coef: float,
     kl_coef: float,
     kl_estimator: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``ppo_fast::ppo_loss``: (loss [], d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] float64, log_ratios)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``ppo_fast::ppo_loss``: (loss [], d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] float64)."""
     B, T = logprobs.shape
-    d_logprobs, log_ratios = torch.empty_like(logprobs), torch.empty_like(logprobs)
+    d_logprobs = torch.empty_like(logprobs)
     d_entropy = logprobs.new_empty(0) if entropy is None else torch.empty_like(logprobs)
     loss = logprobs.new_zeros(())
     sums = logprobs.new_zeros(_N_SUMS, dtype=torch.float64)
     if B * T == 0:
-        return loss, d_logprobs, d_entropy, sums, log_ratios
+        return loss, d_logprobs, d_entropy, sums
     n_blocks = triton.cdiv(B * T, _BLOCK)
     table = logprobs.new_empty((n_blocks, _N_SUMS + 1), dtype=torch.float64)
     with on_device_of(logprobs):
@@ -152,7 +150,6 @@ def ppo_loss(
             ref_logprobs,
             d_logprobs,
             None if entropy is None else d_entropy,
-            log_ratios,
             table,
             1.0 - clip_low,
             1.0 + clip_high,
@@ -168,4 +165,4 @@ def ppo_loss(
             **COMPILE,
         )
         combine(table, loss, sums)
-    return loss, d_logprobs, d_entropy, sums, log_ratios
+    return loss, d_logprobs, d_entropy, sums

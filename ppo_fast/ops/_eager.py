@@ -139,9 +139,8 @@ def ppo_loss(
     entropy_coef: float,
     kl_coef: float,
     kl_estimator: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss 0-d, d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] in the order of `ppo_loss.PPO_SUMS`, and
-    log_ratios [B, T], 0 at masked positions."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss 0-d, d_logprobs [B, T], d_entropy [B, T] or [0], sums [11] in the order of `ppo_loss.PPO_SUMS`."""
 
     def live(x: Tensor) -> Tensor:
         return torch.where(mask, detached(x), 0.0)
@@ -192,7 +191,7 @@ def ppo_loss(
         ]
     )
     d_entropy = new.new_empty(0) if ent is None else grads[1]
-    return total.detach().to(new.dtype), grads[0], d_entropy, sums, new - old
+    return total.detach().to(new.dtype), grads[0], d_entropy, sums
 
 
 def value_loss(

@@ -130,8 +130,8 @@ def linear_ppo_loss(
             *layer.needs(),
             chunk_tokens,
         )
-        stats: tuple[Tensor, ...] = (*sums.unbind(0), log_ratios.reshape(shape))
-        return nan_without_tokens(loss, mask, normalizer), PPOStats(*stats)
+        stats = PPOStats(*sums.unbind(0))._replace(log_ratios=log_ratios.reshape(shape))
+        return nan_without_tokens(loss, mask, normalizer), stats
 
 
 _SCHEMA = (
@@ -163,7 +163,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
             return x[index].contiguous()[:, None]
 
         old = column(old_logprobs)
-        part, c, e, part_sums, ratios = torch.ops.ppo_fast.ppo_loss(
+        part, c, e, part_sums = torch.ops.ppo_fast.ppo_loss(
             statistics.logprobs[:, None],
             old,
             column(advantages),
@@ -175,7 +175,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         )
         loss.add_(part)
         sums.add_(part_sums)
-        log_ratios[index] = ratios[:, 0]
+        log_ratios[index] = statistics.logprobs - old[:, 0]
         return c[:, 0], e[:, 0] if entropy_coef else None
 
     chunk_loop(head, rows, mask, consume, gradients, want_entropy=True, chunk_tokens=arguments[-1])

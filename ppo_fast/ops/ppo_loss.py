@@ -51,7 +51,8 @@ class PPOStats(NamedTuple):
     k3: Tensor
     ref_kl: Tensor  # the chosen estimator with d' = log-prob - reference log-prob; 0 without a reference
     entropy: Tensor  # nats; 0 without entropies
-    log_ratios: Tensor  # [B, T] new - old log-probs, 0 at masked positions; flat after merge
+    # [B, T] new - old log-probs, 0 at masked positions; flat after merge. None from `ppo_loss`, whose caller has both.
+    log_ratios: Tensor | None = None
 
     @property
     def loss_mean(self) -> Tensor:
@@ -105,9 +106,11 @@ class PPOStats(NamedTuple):
 
     def merge(self, other: PPOStats) -> PPOStats:
         """The statistics of both batches together."""
-        sums = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
-        log_ratios = torch.cat([self.log_ratios.flatten(), other.log_ratios.flatten()])
-        return PPOStats(*(*sums, log_ratios))
+        sums = [getattr(self, name) + getattr(other, name) for name in PPO_SUMS]
+        log_ratios = None
+        if self.log_ratios is not None and other.log_ratios is not None:
+            log_ratios = torch.cat([self.log_ratios.flatten(), other.log_ratios.flatten()])
+        return PPOStats(*sums)._replace(log_ratios=log_ratios)
 
 
 def check_ppo_settings(
@@ -186,7 +189,7 @@ def ppo_loss(
             micro-batches and ranks add up: a positive number or 0-d tensor.
 
     Returns:
-        the loss, 0-d, and `PPOStats`. With no live token: 0 if a normalizer is given.
+        the loss, 0-d, and `PPOStats` without ``log_ratios``. With no live token: 0 if a normalizer is given.
 
     Raises:
         TypeError, ValueError: for an argument of the wrong type, shape, device or range; and for no live token without
@@ -217,7 +220,7 @@ def ppo_loss(
     with annotate("ppo_fast::ppo_loss"):
         dtype = stat_dtype(logprobs.dtype)
         weights = row_weights(mask, aggregation, normalizer, dtype)
-        loss, _, _, sums, log_ratios = torch.ops.ppo_fast.ppo_loss(
+        loss, _, _, sums = torch.ops.ppo_fast.ppo_loss(
             logprobs.to(dtype).contiguous(),
             old_logprobs.detach().to(dtype).contiguous(),
             advantages.detach().to(dtype).contiguous(),
@@ -233,14 +236,14 @@ def ppo_loss(
             float(kl_coef),
             KL_ESTIMATORS[kl_estimator],
         )
-        return nan_without_tokens(loss, mask, normalizer), PPOStats(*(*sums.unbind(0), log_ratios))
+        return nan_without_tokens(loss, mask, normalizer), PPOStats(*sums.unbind(0))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logprobs, entropy = inputs[0], inputs[5]
-    _, d_logprobs, d_entropy, sums, log_ratios = output
+    _, d_logprobs, d_entropy, sums = output
     ctx.save_for_backward(logprobs, d_logprobs, entropy, d_entropy)
-    ctx.mark_non_differentiable(d_logprobs, d_entropy, sums, log_ratios)
+    ctx.mark_non_differentiable(d_logprobs, d_entropy, sums)
     ctx.set_materialize_grads(False)
 
 
@@ -266,16 +269,16 @@ def _fake(
     row_weights: Tensor,
     entropy: Tensor | None,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_entropy = logprobs.new_empty(0) if entropy is None else torch.empty_like(entropy)
     sums = logprobs.new_empty(len(PPO_SUMS), dtype=sum_dtype(logprobs.device))
-    return logprobs.new_empty(()), torch.empty_like(logprobs), d_entropy, sums, torch.empty_like(logprobs)
+    return logprobs.new_empty(()), torch.empty_like(logprobs), d_entropy, sums
 
 
 define(
     "ppo_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor row_weights, "
     "Tensor? entropy, Tensor? ref_logprobs, float clip_low, float clip_high, float? dual_clip, int objective, "
-    "float entropy_coef, float kl_coef, int kl_estimator) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float entropy_coef, float kl_coef, int kl_estimator) -> (Tensor, Tensor, Tensor, Tensor)",
     _eager.ppo_loss,
     _fake,
 )

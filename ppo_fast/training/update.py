@@ -101,6 +101,7 @@ def _gradients(
         batch = experience.rows(rows)
         policy, value = _backward(roles, batch, normalizer, kl_coef, config)
         minibatch.add(policy, value)
+        assert policy.log_ratios is not None  # of linear_ppo_loss
         log_ratios[rows - start, : batch.mask.shape[1]] = policy.log_ratios.float()
         progress(int(batch.rollout.response_mask.sum()))
     assert minibatch.policy is not None

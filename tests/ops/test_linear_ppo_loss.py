@@ -46,7 +46,9 @@ def composed(hidden, weight, ids, old, advantages, mask, **settings):
     like = {"dtype": logprobs.dtype}
     if "ref_logprobs" in settings:
         settings["ref_logprobs"] = settings["ref_logprobs"].to(**like)
-    return ppo_loss(logprobs, old.to(**like), advantages.to(**like), mask, entropy=entropy, **settings)
+    old = old.to(**like)
+    loss, stats = ppo_loss(logprobs, old, advantages.to(**like), mask, entropy=entropy, **settings)
+    return loss, stats._replace(log_ratios=torch.where(mask, logprobs.detach() - old, 0.0))
 
 
 def assert_equal_to_composed(inputs, rest, **settings) -> None:
