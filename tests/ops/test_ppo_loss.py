@@ -552,7 +552,7 @@ class TestAutograd:
                 got, got_stats = compiled(*inputs)
             assert torch.allclose(got, expected)
             assert isinstance(got_stats, PPOStats)
-            for a, b in zip(got_stats, stats, strict=True):
+            for a, b in zip(got_stats[:-1], stats[:-1], strict=True):
                 assert torch.allclose(a, b)
             for a, b in zip(
                 torch.autograd.grad(got, [logp, entropy]), torch.autograd.grad(expected, [logp, entropy]), strict=True
