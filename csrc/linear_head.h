@@ -28,7 +28,7 @@ template <class S> struct alignas(64) LaneSums {
 };
 
 // Vocabulary rows against one panel of tokens.
-template <class E> struct ScoreBlock {
+template <class E> struct LogitsBlock {
   using S = typename E::Stat;
   const typename E::Word* weight;  // [rows][weight_row], `words` of each row used
   int64_t weight_row;
@@ -37,6 +37,11 @@ template <class E> struct ScoreBlock {
   int64_t first;                   // vocabulary id of the first row
   const S* bias;                   // [rows] or null
   S cap, into_cap;                 // logit = cap * tanh(into_cap * z); cap = 0 for none
+};
+
+// And the softmax of their logits.
+template <class E> struct ScoreBlock : LogitsBlock<E> {
+  using S = typename E::Stat;
   S* logits;                       // [rows][panel], stored past the caches; null to store nothing
   LaneSums<S>* sums;
 };
