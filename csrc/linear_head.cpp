@@ -55,12 +55,7 @@ template <class T> struct Chunk : HeadRows<T> {
         std::optional<double> softcap, double logit_scale)
       : HeadRows<T>(hidden, weight, temperature, softcap, logit_scale) {
     ids = data<int64_t>(token_ids, "token_ids", ScalarType::Long, {this->n});
-    for (int64_t t = 0; t < this->n; ++t) {
-      if (ids[t] < 0 || ids[t] >= this->V) {
-        throw std::out_of_range("token_ids must lie in [0, " + std::to_string(this->V) + "), got " +
-                                std::to_string(ids[t]));
-      }
-    }
+    check_token_ids(ids, nullptr, this->n, this->V);
   }
 };
 

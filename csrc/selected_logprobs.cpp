@@ -124,16 +124,6 @@ bool rows_are_apart(const Tensor& logits) {
   return true;
 }
 
-// The check stands before any parallel region: an exception in one would end the process.
-void check_ids(const int64_t* ids, const bool* mask, int64_t count, int64_t V) {
-  for (int64_t row = 0; row < count; ++row) {
-    if ((ids[row] < 0 || ids[row] >= V) && !(mask && !mask[row])) {
-      throw std::out_of_range("token_ids must lie in [0, " + std::to_string(V) + "), got " + std::to_string(ids[row]) +
-                              " at live position " + std::to_string(row));
-    }
-  }
-}
-
 // f(index of a row, first column, columns) for every segment of one row, in order.
 template <class F> void over_row(int64_t i, int64_t V, const F& f) {
   for (int64_t column = 0; column < V; column += kSegment) f(i, column, std::min(kSegment, V - column));
@@ -162,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& t
   const S* temperature = data<S>(temperature_, "temperature", dtype, {A, B});
   const bool* mask = optional_data<bool>(mask_, "mask", ScalarType::Bool, {A, B});
   const Rows<const T> rows(logits, static_cast<const T*>(logits.const_data_ptr()));
-  check_ids(ids, mask, A * B, V);
+  check_token_ids(ids, mask, A * B, V);
   std::vector<int64_t> live;
   for (int64_t row = 0; row < A * B; ++row) {
     if (!mask || mask[row]) live.push_back(row);
@@ -241,7 +231,7 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
   const S* entropy = e ? data<S>(entropy_, "entropy", dtype, {A, B}) : nullptr;
   const S* lse = data<S>(lse_, "lse", dtype, {A, B});
   const Rows<const T> rows(logits, static_cast<const T*>(logits.const_data_ptr()));
-  check_ids(ids, mask, A * B, V);
+  check_token_ids(ids, mask, A * B, V);
 
   std::vector<Work> work;
   std::vector<int64_t> zero;

@@ -52,6 +52,16 @@ const S* optional_data(const std::optional<Tensor>& x, const char* name, ScalarT
   return x.has_value() ? data<S>(*x, name, dtype, shape) : nullptr;
 }
 
+// Live ids lie in [0, V). The check stands before any parallel region: an exception in one would end the process.
+inline void check_token_ids(const int64_t* ids, const bool* mask, int64_t count, int64_t V) {
+  for (int64_t i = 0; i < count; ++i) {
+    if ((ids[i] < 0 || ids[i] >= V) && !(mask && !mask[i])) {
+      throw std::out_of_range("token_ids must lie in [0, " + std::to_string(V) + "), got " + std::to_string(ids[i]) +
+                              " at live position " + std::to_string(i));
+    }
+  }
+}
+
 template <class S> S* writable(const Tensor& x) { return static_cast<S*>(x.mutable_data_ptr()); }
 
 inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) {

@@ -45,7 +45,7 @@ class PPOStats(NamedTuple):
     flat: Tensor  # tokens whose gradient the clip (or the dual clip) sets to zero
     outside: Tensor  # tokens whose ratio lies out of the interval, whatever the sign of the advantage
     ratio_dev: Tensor  # r - 1
-    ratio_dev_sq: Tensor  # (r - 1)^2
+    ratio_dev_sq: Tensor  # (r - 1)^2; infinite from log-ratios of 44 nats on, where float32 ends
     k1: Tensor  # nats
     k2: Tensor
     k3: Tensor
