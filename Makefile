@@ -1,6 +1,7 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
+# make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
 # make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -26,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest
 # The bench's peers, TRL among them, have an environment of their own, laid over the project's: they share its torch.
 PEERS := .venv-peers
 
-.PHONY: demo test test-long test-trl bench bench-quick bench-trl fuzz sanitize lint clean
+.PHONY: demo test test-long test-trl bench bench-quick bench-iteration bench-trl fuzz sanitize lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -50,6 +51,9 @@ bench: $(PEERS)/installed
 # A run that is in the folder is not made again.
 bench-trl: $(STAMP)-demo $(PEERS)/installed
 	$(PEERS)/bin/python bench/bench_trl.py --parts runs/trl
+
+bench-iteration: $(STAMP)-demo
+	$(BIN)/python bench/bench_iteration.py
 
 bench-quick: BENCH := --quick
 bench-quick: bench

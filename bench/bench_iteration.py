@@ -1,6 +1,6 @@
 """A whole iteration of PPO, stage by stage: ppo_fast's trainer against plain_ppo.py, on the shape of Qwen2.5-0.5B.
 
-    python bench/bench_iteration.py                 the table; writes bench/results/iteration.json
+    python bench/bench_iteration.py                 the table; writes bench/results/iteration.json, README's
     python bench/bench_iteration.py --part ours     one part, as JSON
 
 Random weights in the model's shape (V = 151,936, H = 896, 24 layers), float32, LoRA r 16 on policy and critic; 8
@@ -28,6 +28,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
+import readme
 from harness.results import header
 from plain_ppo import PlainPPO
 from ppo_fast.files import write_atomically
@@ -169,7 +170,6 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=1, help="times that every part is run (default: 1)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.part:
@@ -192,7 +192,8 @@ def main() -> None:
         print(f"{row['part']}: {row['measured']:.2f} {row['figure']}, bar {row['sense']} {row['bar']}: {sign}")
     result = {**header(BENCH, arguments.threads), "command": "python bench/bench_iteration.py", "summary": found,
               "bars": bars, "parts": parts}  # fmt: skip
-    write_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
+    write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
+    readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -105,11 +105,36 @@ def _ratio(row: dict[str, Any], key: str, unit: float, digits: int) -> str:
     return f"{stock:.{digits}f} → {ours:.{digits}f}, **{row['ratio'][key]:.2f}x**"
 
 
+def iteration(result: dict[str, Any]) -> str:
+    """One row a part: seconds of every stage, peak memory, ratios to the plain iteration in bold."""
+    machine, versions = result["machine"], result["versions"]
+    rows = [["", *(f"{stage}, s" for stage in _STAGES), "together, s", "peak memory, GiB"], ["---"] * 6]
+    plain = result["summary"]["plain"]
+    for part, found in result["summary"].items():
+        speed, memory = plain["seconds"] / found["seconds"], found["peak_bytes"] / plain["peak_bytes"]
+        ratios = ("", "") if part == "plain" else (f", **{speed:.2f}x as fast**", f", **{memory:.2f}x**")
+        stages = [f"{found['stages'][stage]:.1f}" for stage in _STAGES]
+        whole = [f"{found['seconds']:.1f}{ratios[0]}", f"{found['peak_bytes'] / 2**30:.1f}{ratios[1]}"]
+        rows.append([part, *stages, *whole])
+    met = sum(bar["met"] for bar in result["bars"])
+    return "\n".join(
+        [
+            f"{machine['processor']}, {machine['threads']} threads, torch {versions['torch']}, transformers "
+            f"{versions['transformers']}. {met} of {len(result['bars'])} bars met.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
+
+
+_STAGES = ("rollout", "score", "update")
+
 # Table -> the results under bench/results/ that it is made of.
 TABLES: dict[str, tuple[str, Table]] = {
     "demo": ("demo.json", demo),
     "ops": ("ops-*.json", ops),
     "trl": ("trl.json", trl),
+    "iteration": ("iteration.json", iteration),
 }
 
 
