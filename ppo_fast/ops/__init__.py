@@ -4,6 +4,7 @@ from ppo_fast.ops._backends import backends
 from ppo_fast.ops.gae import gae
 from ppo_fast.ops.group_advantages import group_advantages
 from ppo_fast.ops.linear_ppo_loss import linear_ppo_loss
+from ppo_fast.ops.linear_sample import linear_sample
 from ppo_fast.ops.linear_selected_logprobs import linear_selected_logprobs
 from ppo_fast.ops.linear_token_loss import linear_token_loss
 from ppo_fast.ops.ppo_loss import PPOStats, ppo_loss
@@ -21,6 +22,7 @@ __all__ = [
     "gae",
     "group_advantages",
     "linear_ppo_loss",
+    "linear_sample",
     "linear_selected_logprobs",
     "linear_token_loss",
     "masked_mean",

@@ -149,7 +149,7 @@ class Backends:
     def _cpu_path(self, op: str) -> str:
         if self._override == "eager" or (self._override == "triton" and op in _TRITON):
             return self._override
-        primitive = "_head_forward" if op.startswith("linear_") else op
+        primitive = "_head_forward" if op.startswith("linear_") and op != "linear_sample" else op
         return "eager" if self._isa is None or not _has_kernel(primitive, "CPU") else _isa_name(self._isa)
 
     def _cuda_path(self, op: str) -> str:

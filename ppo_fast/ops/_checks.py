@@ -157,25 +157,36 @@ def temperature_like(
     temperature: float | Tensor,
     token_ids: Tensor,  # [...]
     dtype: torch.dtype,
+    *,
+    like: str = "token_ids",
+    zero: bool = False,
 ) -> Tensor:
-    """The temperature of each token, in the shape of ``token_ids``, contiguous and constant for autograd."""
+    """The temperature of each token, in the shape of ``token_ids``, contiguous and constant for autograd.
+
+    Messages call ``token_ids`` by the name ``like``; ``zero`` allows a temperature of 0.
+    """
     if not isinstance(temperature, Tensor):
-        check_scale("temperature", temperature)
+        if not (zero and temperature == 0):
+            check_scale("temperature", temperature)
         return torch.full(token_ids.shape, float(temperature), dtype=dtype, device=token_ids.device)
     if temperature.dtype == torch.bool or temperature.is_complex():
         raise TypeError(f"temperature must be a number or a tensor of numbers, got {temperature.dtype}")
     check_dense("temperature", temperature)
     if temperature.is_meta and not token_ids.is_meta:
-        raise ValueError(f"temperature must be on the device of token_ids, {token_ids.device}, got meta")
+        raise ValueError(f"temperature must be on the device of {like}, {token_ids.device}, got meta")
     converted = temperature.detach().to(device=token_ids.device, dtype=dtype)
     try:
         expanded = converted.expand(token_ids.shape)
     except RuntimeError as error:
         raise ValueError(
-            f"temperature must broadcast to the shape of token_ids, {list(token_ids.shape)}, "
-            f"got {list(temperature.shape)}"
+            f"temperature must broadcast to the shape of {like}, {list(token_ids.shape)}, got {list(temperature.shape)}"
         ) from error
     # After the conversion, in which a float64 number may overflow or vanish.
-    if visible(converted) and not bool(((converted >= _FLOAT32.tiny) & converted.isfinite()).all()):
-        raise ValueError("temperature must be finite and > 0 everywhere, got a tensor where it is not")
+    if visible(converted):
+        usable = (converted >= _FLOAT32.tiny) & converted.isfinite()
+        if zero:
+            usable |= temperature.to(converted.device) == 0
+        if not bool(usable.all()):
+            wanted = ">= 0" if zero else "> 0"
+            raise ValueError(f"temperature must be finite and {wanted} everywhere, got a tensor where it is not")
     return expanded.contiguous()

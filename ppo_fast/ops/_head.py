@@ -133,7 +133,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, dtype = hidden.shape[0], stat_dtype(weight.dtype)
     head = Head(weight, bias, softcap, logit_scale)
-    tiles = _Tiles(weight, n)
+    tiles = Tiles(weight, n)
     hidden = tiles.widened(hidden)
     scratch = [tiles.buffer() for _ in range(2)]
     sums = RowSums(n, weight.new_empty(0, dtype=dtype), want_entropy)
@@ -175,7 +175,7 @@ def _backward(
         c, e = c[alive], None if e is None else e[alive]
     factors = row_factors(head, rows.temperature, statistics, c, e)
     scale, unscale = _operand_scale(weight.dtype, factors)
-    tiles = _Tiles(weight, rows.hidden.shape[0])
+    tiles = Tiles(weight, rows.hidden.shape[0])
     hidden = tiles.widened(rows.hidden)
     d_hidden = hidden.new_zeros((hidden.shape[0] if need_hidden else 0, hidden.shape[1]), dtype=dtype)
     scratch = [tiles.buffer() for _ in range(2)]
@@ -198,7 +198,7 @@ def _backward(
     return _spread_rows(d_hidden, alive, n) if need_hidden else d_hidden
 
 
-class _Tiles:
+class Tiles:
     """(start, stop, operand) over the vocabulary: weight[start:stop] in the dtype it is multiplied in."""
 
     def __init__(self, weight: Tensor, n: int) -> None:

@@ -76,37 +76,22 @@ def check_layer(
     Under autocast hidden and weight are cast to its dtype, as for ``nn.Linear``; nothing else is, since old log-probs
     and advantages need their precision. Otherwise hidden is cast to the weight's dtype. The casts are differentiable.
     """
-    _check_plain("hidden", hidden)
-    _check_plain("weight", weight)
-    if bias is not None:
-        _check_plain("bias", bias)
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] == 0:
-        raise ValueError(f"weight must have the shape [V, H] with V, H >= 1, got {list(weight.shape)}")
-    V, H = weight.shape
-    if hidden.dim() == 0 or hidden.shape[-1] != H:
-        raise ValueError(f"hidden must have the shape [..., H] with H = {H} as in weight, got {list(hidden.shape)}")
+    check_head(hidden, weight, bias, softcap, logit_scale)
     device, shape = hidden.device, hidden.shape[:-1]
-    check_like("weight", weight, (V, H), device, "hidden")
-    if bias is not None:
-        check_like("bias", bias, (V,), device, "weight without its last dimension")
     token_ids = check_token_ids(token_ids, shape, device, "hidden without its last dimension")
     if mask is not None:
         check_mask(mask, shape, device, "token_ids")
-    check_ids_in_range(token_ids, V, mask)
-    if softcap is not None:
-        check_scale("softcap", softcap)
-    check_scale("logit_scale", logit_scale)
+    check_ids_in_range(token_ids, weight.shape[0], mask)
     if not isinstance(temperature, Tensor):
         check_scale("temperature", temperature)
     if kept_ids is not None:
         kept_ids = _check_kept_ids(kept_ids, token_ids)
 
-    if torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64:
-        weight = weight.to(torch.get_autocast_dtype(device.type))
+    hidden, weight = cast_alike(hidden, weight)
     stat = stat_dtype(weight.dtype)
     scaled = isinstance(temperature, Tensor) or temperature != 1
     return Layer(
-        hidden.to(weight.dtype).reshape(-1, H),
+        hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
         token_ids.reshape(-1),
@@ -116,6 +101,39 @@ def check_layer(
         None if softcap is None else float(softcap),
         float(logit_scale),
     )
+
+
+def check_head(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    softcap: float | None,
+    logit_scale: float,
+) -> None:
+    """The rows and the output layer, without what is asked of them."""
+    _check_plain("hidden", hidden)
+    _check_plain("weight", weight)
+    if bias is not None:
+        _check_plain("bias", bias)
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight must have the shape [V, H] with V, H >= 1, got {list(weight.shape)}")
+    V, H = weight.shape
+    if hidden.dim() == 0 or hidden.shape[-1] != H:
+        raise ValueError(f"hidden must have the shape [..., H] with H = {H} as in weight, got {list(hidden.shape)}")
+    check_like("weight", weight, (V, H), hidden.device, "hidden")
+    if bias is not None:
+        check_like("bias", bias, (V,), hidden.device, "weight without its last dimension")
+    if softcap is not None:
+        check_scale("softcap", softcap)
+    check_scale("logit_scale", logit_scale)
+
+
+def cast_alike(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden in the dtype of the weight; under autocast both in its dtype, as for ``nn.Linear``."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        weight = weight.to(torch.get_autocast_dtype(device))
+    return hidden.to(weight.dtype), weight
 
 
 def _check_plain(name: str, x: Any) -> None:

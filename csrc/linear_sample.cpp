@@ -1,0 +1,474 @@
+// linear_sample: hidden states to tokens drawn from softmax(logits), with their log-probs; logits are never stored beyond
+// a block (ppo_fast/ops/linear_sample.py).
+//
+// Tokens in panels, the vocabulary in segments and blocks, as in linear_head.cpp: a block of the weight, read in place,
+// times a panel gives logits [rows][token] that stay in the first-level cache while a second pass goes over them.
+//
+// The whole vocabulary: a race (Gumbel-max). Token j has the key  scale * z_j - log(E_j),  E_j = -log1p(-u_j)  exponential;
+// the largest key wins, with probability softmax(scale * z)_j. u_j comes from Philox4x32-10 keyed by the row's seed,
+// with counter (j / 4, 0 or 1, position): it knows nothing of other rows, of the split or of threads, and an argmax is
+// the same however it is taken. The pass takes the sums of the softmax along, so e_j = exp(scale * (z_j - peak)) is
+// there, and j can only win if  u_j <= E_j < e_j * exp(scale * peak - best key):  no logarithm, and of u_j only the upper
+// bits. The few that pass, some ln(V) a row and thread, are decided by their key in double.
+//   u_j = high * 2^-32 + (low + 1/2) * 2^-64 in double. What matters is the resolution near u = 0: the winner of
+// V = 151936 equal tokens has E of 1 / V. From 32 bits it would be a multiple of 2^-32 there, so that about one draw in
+// 30000 tied, and tokens of probability below 2^-33 would never be drawn; float32 Gumbel noise from a 24-bit uniform
+// ends at 16.6 and cuts off already at 6e-8. Here E keeps its 53 bits down to 2^-64. At the other end u is cut at
+// 1 - 2^-53: a key may be low, but not -inf.
+//
+// Top-k and top-p: each thread lists the logits above its floor, which is the k-th largest it has seen; a list that is
+// full is cut back to its k largest and the floor rises, so a list takes k (1 + ln(V / k)) logits where they come in
+// random order. The k largest of all lists, by logit, equal ones by id, are sorted; top-p takes the shortest run of
+// them that holds a share p of their softmax; the race is run among those, in double, with the same noise.
+//
+// Numerics as in linear_head.cpp. A logit's bits depend on its row of hidden and on the weight alone, sums run over
+// blocks and segments that the shape fixes, and lanes never mix: neither do ids or log-probs depend on other rows.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+
+#include "isa.h"
+#include "linear_sample.h"
+#include "parallel.h"
+#include "tensors.h"
+
+#define PPO_FAST_WANTS_BF16
+#define PPO_FAST_BODY "linear_sample_rows.h"
+#include "for_each_isa.h"
+#include "head_layout.h"
+
+namespace ppo_fast {
+namespace {
+
+template <class E> SampleKernels<E> kernels() { return PPO_FAST_PICK(sample_kernels<E>)(); }
+#if PPO_FAST_X86
+template <> SampleKernels<Bf16Pair> kernels<Bf16Pair>() { return avx512_bf16::sample_kernels<Bf16Pair>(); }
+#endif
+
+// What the lists of a group of rows may take.
+constexpr int64_t kListBytes = 32 << 20;
+// Rows that share a pass over the weight, where there are no lists.
+constexpr int64_t kGroupRows = 512;
+
+// ---------------------------------------------------------------------------------------------------------------- noise
+
+// The noise of one row.
+struct Noise {
+  uint32_t seed[2], position[2];
+
+  explicit Noise(const int64_t* key) {
+    for (int i = 0; i < 2; ++i) {
+      seed[i] = static_cast<uint32_t>(static_cast<uint64_t>(key[0]) >> 32 * i);
+      position[i] = static_cast<uint32_t>(static_cast<uint64_t>(key[1]) >> 32 * i);
+    }
+  }
+
+  uint32_t word(int64_t id, uint32_t half) const {
+    uint32_t c[4] = {static_cast<uint32_t>(id / 4), half, position[0], position[1]};
+    uint32_t k = seed[0], l = seed[1];
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t a = uint64_t{0xd2511f53u} * c[0], b = uint64_t{0xcd9e8d57u} * c[2];
+      c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k;
+      c[1] = static_cast<uint32_t>(b);
+      c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ l;
+      c[3] = static_cast<uint32_t>(a);
+      k += 0x9e3779b9u;
+      l += 0xbb67ae85u;
+    }
+    return c[id % 4];
+  }
+
+  static double upper(uint32_t high) { return high * 0x1p-32; }
+
+  double gumbel(int64_t id, uint32_t high) const {
+    const double u = std::min(upper(high) + (word(id, 1) + 0.5) * 0x1p-64, 1 - 0x1p-53);
+    return -std::log(-std::log1p(-u));
+  }
+};
+
+// The leader of a race.
+template <class S> struct Leader {
+  double key = -std::numeric_limits<double>::infinity();
+  int64_t id = -1;
+  S logit = 0;
+
+  void meet(const Leader& other) {
+    if (other.id >= 0 && (other.key > key || id < 0 || (other.key == key && other.id < id))) *this = other;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------- lists
+
+template <class S> struct Candidate {
+  S logit;
+  int32_t id;
+
+  // The order of top-k and top-p.
+  friend bool operator<(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  }
+};
+
+// The largest logits of each row of a group that each thread has met.
+template <class S> class Lists {
+ public:
+  Lists(int64_t rows, int64_t threads, int64_t k, int64_t V, int64_t block)
+      : threads_(threads),
+        k_(k),
+        capacity_(std::min(2 * k, V) + block),
+        block_(block),
+        floors_(threads * ceil_div(rows, kMaxPanel) * kMaxPanel),
+        rows_(ceil_div(rows, kMaxPanel) * kMaxPanel),
+        memory_(rows * threads * capacity_),
+        counts_(static_cast<size_t>(rows * threads)),
+        unusable_(static_cast<size_t>(rows * threads)) {
+    std::fill_n(floors_.get(), threads * rows_, -std::numeric_limits<S>::infinity());
+  }
+
+  static int64_t bytes(int64_t k, int64_t V, int64_t block) {
+    return (std::min(2 * k, V) + block) * int64_t{sizeof(Candidate<S>)};
+  }
+
+  // Of the rows from `row` on; those past the last row are never read back.
+  const S* floors(int64_t thread, int64_t row) const { return floors_.get() + thread * rows_ + row; }
+
+  void add(int64_t thread, int64_t row, S logit, int64_t id) {
+    if (!(logit < std::numeric_limits<S>::infinity())) {
+      unusable_[index(thread, row)] = 1;
+      return;
+    }
+    list(thread, row)[counts_[index(thread, row)]++] = {logit, static_cast<int32_t>(id)};
+  }
+
+  // Makes room for another block.
+  void trim(int64_t thread, int64_t row) {
+    int64_t& count = counts_[index(thread, row)];
+    if (count <= capacity_ - block_) return;
+    Candidate<S>* first = list(thread, row);
+    std::nth_element(first, first + k_ - 1, first + count);
+    count = k_;
+    floors_[thread * rows_ + row] = first[k_ - 1].logit;  // what comes later has a higher id
+  }
+
+  // The k largest in order; `count` is set to their number, 0 where some logit of the row is NaN or infinite.
+  const Candidate<S>* sorted(int64_t row, int64_t& count) {
+    Candidate<S>* first = list(0, row);
+    count = 0;
+    for (int64_t t = 0; t < threads_; ++t) {
+      const int64_t more = counts_[index(t, row)];
+      std::memmove(first + count, list(t, row), static_cast<size_t>(more) * sizeof(*first));
+      count += more;
+    }
+    for (int64_t t = 0; t < threads_; ++t) {
+      if (unusable_[index(t, row)]) count = 0;
+    }
+    if (count > k_) {
+      std::nth_element(first, first + k_, first + count);
+      count = k_;
+    }
+    std::sort(first, first + count);
+    return first;
+  }
+
+ private:
+  size_t index(int64_t thread, int64_t row) const { return static_cast<size_t>(row * threads_ + thread); }
+  Candidate<S>* list(int64_t thread, int64_t row) const { return memory_.get() + (row * threads_ + thread) * capacity_; }
+
+  int64_t threads_, k_, capacity_, block_;
+  Buffer<S> floors_;
+  int64_t rows_;
+  Buffer<Candidate<S>> memory_;
+  std::vector<int64_t> counts_;
+  std::vector<char> unusable_;
+};
+
+// ------------------------------------------------------------------------------------------------------------- sampling
+
+// What is asked for.
+struct Settings {
+  int64_t top_k;  // 0 for the whole vocabulary
+  double top_p;
+  bool entropy, kept;
+};
+
+// Where it goes; entropy and kept null if not wanted.
+template <class S> struct Samples {
+  int64_t* ids;    // [n]
+  S *logprobs, *entropy;  // [n]
+  int64_t* kept;   // [n][top_k]
+};
+
+template <class T, class E> class Sampler {
+ public:
+  using S = typename E::Stat;
+  using Word = typename E::Word;
+
+  Sampler(const HeadRows<T>& x, const Tensor& weight, const S* bias, const int64_t* keys, const Settings& settings,
+          const Samples<S>& out)
+      : x_(x),
+        weight_(weight),
+        bias_(bias),
+        keys_(keys),
+        settings_(settings),
+        out_(out),
+        k_(kernels<E>()),
+        words_(ceil_div(x.H, E::per_word)),
+        cuts_(x.V, words_ * int64_t{sizeof(Word)}),
+        threads_(std::min<int64_t>(torch::stable::get_num_threads(), cuts_.segments())) {}
+
+  void run() {
+    int64_t rows = kGroupRows;
+    if (settings_.top_k) {
+      const int64_t list = Lists<S>::bytes(settings_.top_k, x_.V, cuts_.block);
+      const int64_t weights = settings_.top_k * int64_t{sizeof(double)};
+      threads_ = std::clamp<int64_t>((kListBytes - weights) / list, 1, threads_);
+      rows = std::max<int64_t>(1, kListBytes / (threads_ * list + weights));
+      const int64_t panel = 2 * k_.lanes;
+      if (rows > panel) rows = rows / panel * panel;
+    }
+    for (int64_t first = 0; first < x_.n; first += rows) group(first, std::min(rows, x_.n - first));
+  }
+
+ private:
+  bool greedy(int64_t t) const { return x_.temperature_of(t) == 0; }
+  double scale_of(int64_t t) const { return greedy(t) ? x_.scale_at(1.0) : x_.scale_of(t); }
+
+  void group(int64_t first, int64_t n) {
+    const Panels panels{n, 2 * k_.lanes, k_.lanes};
+    const int64_t count = panels.count();
+    Buffer<Word> hidden(words_ * panels.padded());
+    pack_panels<E>(x_, first, panels, hidden.get());
+    Weight<T, E> weight(weight_, cuts_.block, threads_);
+    Buffer<S> logits(threads_ * kMaxBlockRows * kMaxPanel);
+    Buffer<Hit> hits(threads_ * kMaxBlockRows * kMaxPanel);
+    std::optional<Lists<S>> lists;
+    if (settings_.top_k) lists.emplace(n, threads_, settings_.top_k, x_.V, cuts_.block);
+    const int64_t racing = lists ? 0 : count;
+    Buffer<LaneSums<S>> sums(threads_ * racing);
+    Buffer<RaceLanes<S>> races(threads_ * racing);
+    Buffer<Part<S>> parts(racing ? cuts_.segments() * n : 0);
+    std::vector<Leader<S>> leaders(static_cast<size_t>(racing ? threads_ * n : 0));
+    for (int64_t i = 0; i < threads_ * racing; ++i) begin_race(races[i], first, panels, i % count);
+
+    const int64_t tiles = ceil_div(cuts_.block, panels.vectors(0) == 2 ? 12 : 24);
+    const int64_t steps = count * tiles * ceil_div(words_, 16);
+    Queue queue(cuts_.segments());
+    on_threads(threads_, [&](int64_t thread) {
+      S* const own_logits = logits.get() + thread * kMaxBlockRows * kMaxPanel;
+      Hit* const own_hits = hits.get() + thread * kMaxBlockRows * kMaxPanel;
+      LaneSums<S>* const own_sums = sums.get() + thread * racing;
+      Leader<S>* const own_leaders = leaders.data() + (racing ? thread * n : 0);
+      for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
+        following = queue.take();
+        const int64_t begin = segment * cuts_.segment, end = std::min(x_.V, begin + cuts_.segment);
+        for (int64_t p = 0; p < racing; ++p) begin_sums(own_sums[p], first, panels, p);
+        for (int64_t v = begin; v < end; v += cuts_.block) {
+          const int64_t rows = std::min(cuts_.block, end - v);
+          const int64_t next = v + cuts_.block < end ? v + cuts_.block : following * cuts_.segment;
+          Ahead ahead = weight.ahead(next, cuts_.block, steps);
+          LogitsBlock<E> block;
+          block.weight = weight.words(thread, v, rows, block.weight_row);
+          block.words = words_;
+          block.rows = rows;
+          block.first = v;
+          block.bias = bias_ ? bias_ + v : nullptr;
+          block.cap = static_cast<S>(x_.cap);
+          block.into_cap = static_cast<S>(x_.cap == 0 ? 0 : x_.logit_scale / x_.cap);
+          for (int64_t p = 0; p < count; ++p) {
+            block.hidden = hidden.get() + p * words_ * panels.width;
+            k_.logits[panels.vectors(p) - 1](block, own_logits, ahead);
+            const LogitsTile<S> tile{own_logits, rows, panels.stride(p), v};
+            if (lists) {
+              enlist(*lists, thread, panels, p, tile, own_hits);
+            } else {
+              RaceLanes<S>& race = races[thread * count + p];
+              const int64_t found = k_.race(tile, race, own_sums[p], own_hits);
+              for (int64_t h = 0; h < found; ++h) {
+                const int64_t i = p * panels.width + own_hits[h].lane;
+                decide(tile, own_hits[h], first + i, own_leaders[i], race);
+              }
+              k_.join(own_sums[p], panels.stride(p));
+            }
+          }
+        }
+        for (int64_t i = 0; i < (racing ? n : 0); ++i) {
+          const LaneSums<S>& s = own_sums[i / panels.width];
+          const int64_t lane = i % panels.width;
+          parts[segment * n + i] = {s.joined_peak[lane], S(0), s.joined_total[lane], s.joined_weighted[lane]};
+        }
+      }
+    });
+
+    if (lists) {
+      Buffer<double> weights(n * settings_.top_k);
+      parallel(n, settings_.top_k * 256, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) draw_kept(*lists, i, first + i, weights.get() + i * settings_.top_k);
+      });
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        Leader<S> best;
+        for (int64_t thread = 0; thread < threads_; ++thread) best.meet(leaders[static_cast<size_t>(thread * n + i)]);
+        const Softmax softmax = joined(parts.get() + i, cuts_.segments(), n, scale_of(first + i));
+        put(first + i, best.id, best.logit, softmax);
+      }
+    }
+  }
+
+  // ---- the race over the whole vocabulary
+
+  void begin_sums(LaneSums<S>& s, int64_t first, const Panels& panels, int64_t p) const {
+    for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
+      s.scale[lane] = static_cast<S>(lane < panels.size(p) ? scale_of(first + p * panels.width + lane) : 1.0);
+      s.peak[lane] = s.joined_peak[lane] = std::numeric_limits<S>::lowest();
+      s.total[lane] = s.weighted[lane] = 0;
+      s.joined_total[lane] = s.joined_weighted[lane] = 0;
+    }
+  }
+
+  void begin_race(RaceLanes<S>& race, int64_t first, const Panels& panels, int64_t p) const {
+    race.noisy = false;
+    for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
+      const bool used = lane < panels.size(p);
+      const int64_t t = first + p * panels.width + lane;
+      const Noise noise(used ? keys_ + 2 * t : keys_);
+      for (int i = 0; i < 2; ++i) {
+        race.seed[i][lane] = noise.seed[i];
+        race.position[i][lane] = noise.position[i];
+      }
+      const bool noisy = used && !greedy(t);
+      race.noisy |= noisy;
+      race.factor[lane] = noisy ? S(0x1p-24) : S(0);
+      race.offset[lane] = noisy ? S(0) : used ? S(1) : std::numeric_limits<S>::infinity();  // a greedy row has E = 1
+      race.best[lane] = -std::numeric_limits<S>::infinity();
+    }
+  }
+
+  void decide(const LogitsTile<S>& tile, Hit hit, int64_t t, Leader<S>& leader, RaceLanes<S>& race) const {
+    const S logit = tile.logits[hit.row * tile.panel + hit.lane];
+    const int64_t id = tile.first + hit.row;
+    const double scale = scale_of(t);
+    double key = scale * logit;
+    if (!greedy(t)) {
+      const Noise noise(keys_ + 2 * t);
+      key += noise.gumbel(id, noise.word(id, 0));
+    }
+    if (leader.id >= 0 && !(key > leader.key)) return;  // a thread meets ids in ascending order
+    leader = {key, id, logit};
+    const double best = key / scale;
+    race.best[hit.lane] = static_cast<S>(best - std::abs(best) * 2e-7);
+  }
+
+  // ---- top-k and top-p
+
+  void enlist(Lists<S>& lists, int64_t thread, const Panels& panels, int64_t p, const LogitsTile<S>& tile,
+              Hit* hits) const {
+    const int64_t row = p * panels.width;
+    const int64_t found = k_.above(tile, lists.floors(thread, row), hits);
+    for (int64_t h = 0; h < found; ++h) {
+      if (hits[h].lane >= panels.size(p)) continue;
+      const S logit = tile.logits[hits[h].row * tile.panel + hits[h].lane];
+      lists.add(thread, row + hits[h].lane, logit, tile.first + hits[h].row);
+    }
+    if (found == 0) return;
+    for (int64_t lane = 0; lane < panels.size(p); ++lane) lists.trim(thread, row + lane);
+  }
+
+  // Row i of the group, t of all; `weights` has room for top_k.
+  void draw_kept(Lists<S>& lists, int64_t i, int64_t t, double* weights) const {
+    int64_t count;
+    const Candidate<S>* list = lists.sorted(i, count);
+    const double scale = scale_of(t);
+    const double top = count ? list[0].logit : 0;
+    double all = 0;
+    for (int64_t j = 0; j < count; ++j) all += weights[j] = std::exp(scale * (list[j].logit - top));
+
+    Softmax kept{top, 0, 0};
+    int64_t size = 0;
+    for (; size < count && (size == 0 || settings_.top_p == 1 || kept.total < settings_.top_p * all); ++size) {
+      kept.total += weights[size];
+      if (weights[size] > 0) kept.weighted += weights[size] * (list[size].logit - top);
+    }
+
+    int64_t drawn = 0;
+    if (!greedy(t)) {
+      const Noise noise(keys_ + 2 * t);
+      double best = -std::numeric_limits<double>::infinity(), limit = std::numeric_limits<double>::infinity();
+      for (int64_t j = 0; j < size; ++j) {
+        const uint32_t high = noise.word(list[j].id, 0);
+        if (j > 0 && !(Noise::upper(high) < limit * weights[j])) continue;  // u too large to win
+        const double key = scale * list[j].logit + noise.gumbel(list[j].id, high);
+        if (key > best || (key == best && list[j].id < list[drawn].id)) {
+          best = key;
+          drawn = j;
+          limit = std::exp(scale * top - best) * 1.001;
+        }
+      }
+    }
+    if (out_.kept) {
+      int64_t* kept_ids = out_.kept + t * settings_.top_k;
+      for (int64_t j = 0; j < settings_.top_k; ++j) kept_ids[j] = j < size ? list[j].id : -1;
+    }
+    put(t, size ? list[drawn].id : -1, size ? list[drawn].logit : S(0), kept);
+  }
+
+  void put(int64_t t, int64_t id, S logit, const Softmax& softmax) const {
+    const bool usable = id >= 0 && softmax.total > 0;  // NaN isn't
+    const double scale = scale_of(t), log_total = std::log(softmax.total);
+    const S none = std::numeric_limits<S>::quiet_NaN();
+    out_.ids[t] = usable ? id : 0;
+    out_.logprobs[t] = usable ? static_cast<S>(scale * (logit - softmax.peak) - log_total) : none;
+    if (!out_.entropy) return;
+    out_.entropy[t] = usable ? static_cast<S>(log_total - scale * softmax.weighted / softmax.total) : none;
+  }
+
+  const HeadRows<T>& x_;
+  const Tensor& weight_;
+  const S* bias_;
+  const int64_t* keys_;
+  const Settings settings_;
+  const Samples<S> out_;
+  const SampleKernels<E> k_;
+  const int64_t words_;
+  const Cuts cuts_;
+  int64_t threads_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_sample(Tensor hidden,                      // [n, H]
+                                                         Tensor weight,                      // [V, H]
+                                                         std::optional<Tensor> bias,         // [V] stat dtype
+                                                         std::optional<Tensor> temperature,  // [n] stat dtype; 0: greedy
+                                                         Tensor keys,                        // [n, 2] int64
+                                                         std::optional<double> softcap, double logit_scale,
+                                                         int64_t top_k, double top_p, bool return_entropy,
+                                                         bool return_kept) {
+  std::optional<std::tuple<Tensor, Tensor, Tensor, Tensor>> result;
+  by_dtype(weight, [&](auto* type, auto element) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    using S = typename HeadRows<T>::S;
+    constexpr ScalarType dtype = HeadRows<T>::dtype;
+    const HeadRows<T> x(hidden, weight, temperature, softcap, logit_scale);
+    check(x.V < std::numeric_limits<int32_t>::max(), "weight", "of less than 2^31 rows");
+    check(0 <= top_k && top_k <= x.V, "top_k", "in [0, V]");
+    check(0 < top_p && top_p <= 1, "top_p", "in (0, 1]");
+    check(top_k > 0 || (top_p == 1 && !return_kept), "top_k", "positive with top_p < 1 or return_kept");
+    const S* bias_ = optional_data<S>(bias, "bias", dtype, {x.V});
+    const int64_t* keys_ = data<int64_t>(keys, "keys", ScalarType::Long, {x.n, 2});
+    Tensor ids = empty({x.n}, ScalarType::Long), logprobs = empty({x.n}, dtype),
+           entropy = empty({return_entropy ? x.n : 0}, dtype),
+           kept = empty({x.n, return_kept ? top_k : 0}, ScalarType::Long);
+    const Samples<S> out{writable<int64_t>(ids), writable<S>(logprobs),
+                         return_entropy ? writable<S>(entropy) : nullptr,
+                         return_kept ? writable<int64_t>(kept) : nullptr};
+    Sampler<T, decltype(element)>(x, weight, bias_, keys_, {top_k, top_p, return_entropy, return_kept}, out).run();
+    result = {ids, logprobs, entropy, kept};
+  });
+  return *result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ppo_fast, CPU, m) { m.impl("linear_sample", TORCH_BOX(&linear_sample)); }
+
+}  // namespace ppo_fast
