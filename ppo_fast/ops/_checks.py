@@ -166,6 +166,7 @@ def temperature_like(
     Messages call ``token_ids`` by the name ``like``; ``zero`` allows a temperature of 0.
     """
     if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature)
         if not (zero and temperature == 0):
             check_scale("temperature", temperature)
         return torch.full(token_ids.shape, float(temperature), dtype=dtype, device=token_ids.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -238,15 +239,16 @@ def _draw_kept(
     )
 
 
-def _logits(hidden: Tensor, head: Head) -> Any:
+def _logits(hidden: Tensor, head: Head) -> Iterator[tuple[int, Tensor]]:
     """(first id, logits [B, columns] at temperature 1) tile by tile."""
     tiles = Tiles(head.weight, hidden.shape[0])
     rows = tiles.widened(hidden)
     for start, stop, operand in tiles:
+        z = rows.new_empty(rows.shape[0], stop - start, dtype=head.stat_dtype)
         if operand.dtype == head.stat_dtype:
-            z = torch.mm(rows, operand.T)
+            torch.mm(rows, operand.T, out=z)  # which autocast leaves alone
         else:
-            z = torch.mm(rows, operand.T, out_dtype=head.stat_dtype)
+            torch.mm(rows, operand.T, out_dtype=head.stat_dtype, out=z)
         shape_logits_(z, None if head.bias is None else head.bias[start:stop], head, None)
         yield start, z
 

@@ -12,6 +12,7 @@ from ppo_fast import ops
 
 MATRIX, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 IDS = torch.zeros(2, 3, dtype=torch.long)
+KEYS = torch.zeros(2, 2, dtype=torch.long)
 
 
 def wrong_floats(*shape: int, optional: bool = False) -> list[Any]:
@@ -92,6 +93,23 @@ WRONG = {
         **{name: LAYER[name] for name in ("token_ids", "temperature", "mask")},
     },
     "linear_selected_logprobs": LAYER,
+    "linear_sample": {
+        **{name: LAYER[name] for name in ("weight", "bias", "softcap", "logit_scale")},
+        "hidden": [*wrong_floats(2, 4), torch.zeros(4), torch.zeros(2, 3, 4)],
+        "temperature": [
+            *(None, "1", False, 0j, [1.0], -1, math.nan, math.inf, -math.inf, 1e-320, 1e-45, 1e39),
+            *(torch.tensor(x) for x in (-1.0, math.nan, math.inf, 1e-45)),
+            torch.full((2,), 1e-300, dtype=torch.float64),
+            *(MASK[:, 0], torch.ones(3), torch.ones(2, 1), torch.ones(2, device="meta"), torch.ones(2).to_sparse()),
+        ],
+        "top_k": [0, -1, 6.0, "3", True, torch.tensor(3), 2**63, math.nan],
+        "top_p": wrong_numbers(0, -0.1, 1.1, math.inf, optional=True),
+        "keys": [
+            *(None, 3, KEYS.tolist(), KEYS.float(), KEYS.int(), KEYS[:1], KEYS[:, :1], KEYS[0], KEYS[None]),
+            *(KEYS.to("meta"), KEYS.to_sparse()),
+        ],
+        "max_kept": [None, 0, -1, 2.0, "3", True],
+    },
     "linear_token_loss": LAYER
     | {
         "token_loss": [None, "ppo", 1],
@@ -134,6 +152,7 @@ POLICY = {"old_logprobs": MATRIX, "advantages": MATRIX, "mask": MASK}
 RIGHT: dict[str, dict[str, Any]] = {
     "selected_logprobs": {"logits": torch.zeros(2, 3, 5), "token_ids": IDS},
     "linear_selected_logprobs": ROWS,
+    "linear_sample": {"hidden": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "keys": KEYS},
     "linear_token_loss": {**ROWS, "token_loss": lambda logprobs, entropy, *rows: logprobs},
     "linear_ppo_loss": {**ROWS, **POLICY},
     "ppo_loss": {"logprobs": MATRIX, **POLICY},
