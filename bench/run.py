@@ -18,6 +18,7 @@ import torch
 
 import bench_gae
 import bench_linear_ppo_loss
+import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_linear_token_loss
 import bench_ppo_loss
@@ -43,6 +44,7 @@ MEASURED = (
     bench_gae,
     bench_ppo_loss,
     bench_small_linear,
+    bench_linear_sample,
 )
 CASES = [*(case for module in MEASURED for case in module.CASES), *bench_scaling.CASES]
 BARS = [bar for module in MEASURED for bar in module.BARS]

@@ -25,18 +25,19 @@
 // blocks and segments that the shape fixes, and lanes never mix: neither do ids or log-probs depend on other rows.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <optional>
 
 #include "isa.h"
 #include "linear_sample.h"
+#include "noise.h"
 #include "parallel.h"
 #include "tensors.h"
 
 #define PPO_FAST_WANTS_BF16
 #define PPO_FAST_BODY "linear_sample_rows.h"
 #include "for_each_isa.h"
+#include "candidates.h"
 #include "head_layout.h"
 
 namespace ppo_fast {
@@ -52,42 +53,6 @@ constexpr int64_t kListBytes = 32 << 20;
 // Rows that share a pass over the weight, where there are no lists.
 constexpr int64_t kGroupRows = 512;
 
-// ---------------------------------------------------------------------------------------------------------------- noise
-
-// The noise of one row.
-struct Noise {
-  uint32_t seed[2], position[2];
-
-  explicit Noise(const int64_t* key) {
-    for (int i = 0; i < 2; ++i) {
-      seed[i] = static_cast<uint32_t>(static_cast<uint64_t>(key[0]) >> 32 * i);
-      position[i] = static_cast<uint32_t>(static_cast<uint64_t>(key[1]) >> 32 * i);
-    }
-  }
-
-  uint32_t word(int64_t id, uint32_t half) const {
-    uint32_t c[4] = {static_cast<uint32_t>(id / 4), half, position[0], position[1]};
-    uint32_t k = seed[0], l = seed[1];
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t a = uint64_t{0xd2511f53u} * c[0], b = uint64_t{0xcd9e8d57u} * c[2];
-      c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k;
-      c[1] = static_cast<uint32_t>(b);
-      c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ l;
-      c[3] = static_cast<uint32_t>(a);
-      k += 0x9e3779b9u;
-      l += 0xbb67ae85u;
-    }
-    return c[id % 4];
-  }
-
-  static double upper(uint32_t high) { return high * 0x1p-32; }
-
-  double gumbel(int64_t id, uint32_t high) const {
-    const double u = std::min(upper(high) + (word(id, 1) + 0.5) * 0x1p-64, 1 - 0x1p-53);
-    return -std::log(-std::log1p(-u));
-  }
-};
-
 // The leader of a race.
 template <class S> struct Leader {
   double key = -std::numeric_limits<double>::infinity();
@@ -99,122 +64,12 @@ template <class S> struct Leader {
   }
 };
 
-// ---------------------------------------------------------------------------------------------------------------- lists
-
-template <class S> struct Candidate {
-  S logit;
-  int32_t id;
-
-  // The order of top-k and top-p.
-  friend bool operator<(const Candidate& a, const Candidate& b) {
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-  }
-};
-
-// The largest logits of each row of a group that each thread has met.
-template <class S> class Lists {
- public:
-  Lists(int64_t rows, int64_t threads, int64_t k, int64_t V, int64_t block)
-      : threads_(threads),
-        k_(k),
-        capacity_(std::min(2 * k, V) + block),
-        block_(block),
-        rows_(ceil_div(rows, kMaxPanel) * kMaxPanel),
-        floors_(threads * rows_),
-        counts_(threads * rows_),
-        unusable_(threads * rows_),
-        memory_(rows * threads * capacity_) {
-    std::fill_n(floors_.get(), threads * rows_, -std::numeric_limits<S>::infinity());
-    std::fill_n(counts_.get(), threads * rows_, int64_t{0});
-    std::fill_n(unusable_.get(), threads * rows_, int64_t{0});
-  }
-
-  static int64_t bytes(int64_t k, int64_t V, int64_t block) {
-    return (std::min(2 * k, V) + block) * int64_t{sizeof(Candidate<S>)};
-  }
-
-  // Of the rows from `row` on; those past the last row are never read back.
-  const S* floors(int64_t thread, int64_t row) const { return floors_.get() + index(thread, row); }
-
-  void add(int64_t thread, int64_t row, S logit, int64_t id) {
-    if (!(logit < std::numeric_limits<S>::infinity())) {
-      unusable_[index(thread, row)] = 1;
-      return;
-    }
-    list(thread, row)[counts_[index(thread, row)]++] = {logit, static_cast<int32_t>(id)};
-  }
-
-  // Makes room for another block: most of what isn't among the k largest goes, and the floor rises.
-  void trim(int64_t thread, int64_t row) {
-    int64_t& count = counts_[index(thread, row)];
-    if (count <= capacity_ - block_) return;
-    Candidate<S>* first = list(thread, row);
-    S floor = likely_floor(first, count);
-    int64_t kept = std::count_if(first, first + count, [=](const Candidate<S>& c) { return c.logit >= floor; });
-    if (k_ <= kept && kept <= k_ + k_ / 2) {
-      int64_t to = 0;
-      for (int64_t from = 0; from < count; ++from) {
-        const Candidate<S> c = first[from];
-        first[to] = c;
-        to += c.logit >= floor;
-      }
-    } else {
-      std::nth_element(first, first + k_ - 1, first + count);
-      floor = first[k_ - 1].logit;
-      kept = k_;
-    }
-    count = kept;
-    floors_[index(thread, row)] = floor;  // what comes later has a higher id, so an equal logit is too small
-  }
-
-  // The k largest in order; `count` is set to their number, 0 where some logit of the row is NaN or infinite.
-  const Candidate<S>* sorted(int64_t row, int64_t& count) {
-    Candidate<S>* first = list(0, row);
-    count = 0;
-    for (int64_t t = 0; t < threads_; ++t) {
-      const int64_t more = counts_[index(t, row)];
-      std::memmove(first + count, list(t, row), static_cast<size_t>(more) * sizeof(*first));
-      count += more;
-    }
-    for (int64_t t = 0; t < threads_; ++t) {
-      if (unusable_[index(t, row)]) count = 0;
-    }
-    if (count > k_) {
-      std::nth_element(first, first + k_, first + count);
-      count = k_;
-    }
-    std::sort(first, first + count);
-    return first;
-  }
-
- private:
-  // What threads write to lies cache lines apart.
-  int64_t index(int64_t thread, int64_t row) const { return thread * rows_ + row; }
-  Candidate<S>* list(int64_t thread, int64_t row) const { return memory_.get() + (row * threads_ + thread) * capacity_; }
-
-  // A little below the k-th largest logit, judged by a sample.
-  S likely_floor(const Candidate<S>* first, int64_t count) const {
-    constexpr int64_t size = 128;
-    S sample[size];
-    for (int64_t i = 0; i < size; ++i) sample[i] = first[i * count / size].logit;
-    const int64_t rank = std::min<int64_t>(size - 1, (k_ + k_ / 5) * size / count);
-    std::nth_element(sample, sample + rank, sample + size, [](S a, S b) { return a > b; });
-    return sample[rank];
-  }
-
-  int64_t threads_, k_, capacity_, block_, rows_;
-  Buffer<S> floors_;  // [thread][row], and so are the next two
-  Buffer<int64_t> counts_, unusable_;
-  Buffer<Candidate<S>> memory_;  // [row][thread][capacity]
-};
-
 // ------------------------------------------------------------------------------------------------------------- sampling
 
-// What is asked for.
-struct Settings {
+// What is kept.
+struct Cut {
   int64_t top_k;  // 0 for the whole vocabulary
   double top_p;
-  bool entropy, kept;
 };
 
 // Where it goes; entropy and kept null if not wanted.
@@ -229,13 +84,13 @@ template <class T, class E> class Sampler {
   using S = typename E::Stat;
   using Word = typename E::Word;
 
-  Sampler(const HeadRows<T>& x, const Tensor& weight, const S* bias, const int64_t* keys, const Settings& settings,
+  Sampler(const HeadRows<T>& x, const Tensor& weight, const S* bias, const int64_t* keys, const Cut& cut,
           const Samples<S>& out)
       : x_(x),
         weight_(weight),
         bias_(bias),
         keys_(keys),
-        settings_(settings),
+        cut_(cut),
         out_(out),
         k_(kernels<E>()),
         words_(ceil_div(x.H, E::per_word)),
@@ -244,9 +99,9 @@ template <class T, class E> class Sampler {
 
   void run() {
     int64_t rows = kGroupRows;
-    if (settings_.top_k) {
-      const int64_t list = Lists<S>::bytes(settings_.top_k, x_.V, cuts_.block);
-      const int64_t weights = settings_.top_k * int64_t{sizeof(double)};
+    if (cut_.top_k) {
+      const int64_t list = Lists<S>::bytes(cut_.top_k, x_.V, cuts_.block);
+      const int64_t weights = cut_.top_k * int64_t{sizeof(double)};
       threads_ = std::clamp<int64_t>((kListBytes - weights) / list, 1, threads_);
       rows = std::max<int64_t>(1, kListBytes / (threads_ * list + weights));
       const int64_t panel = 2 * k_.lanes;
@@ -268,7 +123,7 @@ template <class T, class E> class Sampler {
     Buffer<S> logits(threads_ * kMaxBlockRows * kMaxPanel);
     Buffer<Hit> hits(threads_ * kMaxBlockRows * kMaxPanel);
     std::optional<Lists<S>> lists;
-    if (settings_.top_k) lists.emplace(n, threads_, settings_.top_k, x_.V, cuts_.block);
+    if (cut_.top_k) lists.emplace(n, threads_, cut_.top_k, x_.V, cuts_.block);
     const int64_t racing = lists ? 0 : count;
     Buffer<LaneSums<S>> sums(threads_ * racing);
     Buffer<RaceLanes<S>> races(threads_ * racing);
@@ -326,9 +181,9 @@ template <class T, class E> class Sampler {
     });
 
     if (lists) {
-      Buffer<double> weights(n * settings_.top_k);
-      parallel(n, settings_.top_k * 256, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) draw_kept(*lists, i, first + i, weights.get() + i * settings_.top_k);
+      Buffer<double> weights(n * cut_.top_k);
+      parallel(n, cut_.top_k * 256, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) draw_kept(*lists, i, first + i, weights.get() + i * cut_.top_k);
       });
     } else {
       for (int64_t i = 0; i < n; ++i) {
@@ -410,7 +265,7 @@ template <class T, class E> class Sampler {
 
     Softmax kept{top, 0, 0};
     int64_t size = 0;
-    for (; size < count && (size == 0 || settings_.top_p == 1 || kept.total < settings_.top_p * all); ++size) {
+    for (; size < count && (size == 0 || cut_.top_p == 1 || kept.total < cut_.top_p * all); ++size) {
       kept.total += weights[size];
       if (weights[size] > 0) kept.weighted += weights[size] * (list[size].logit - top);
     }
@@ -431,8 +286,8 @@ template <class T, class E> class Sampler {
       }
     }
     if (out_.kept) {
-      int64_t* kept_ids = out_.kept + t * settings_.top_k;
-      for (int64_t j = 0; j < settings_.top_k; ++j) kept_ids[j] = j < size ? list[j].id : -1;
+      int64_t* kept_ids = out_.kept + t * cut_.top_k;
+      for (int64_t j = 0; j < cut_.top_k; ++j) kept_ids[j] = j < size ? list[j].id : -1;
     }
     put(t, size ? list[drawn].id : -1, size ? list[drawn].logit : S(0), kept);
   }
@@ -451,7 +306,7 @@ template <class T, class E> class Sampler {
   const Tensor& weight_;
   const S* bias_;
   const int64_t* keys_;
-  const Settings settings_;
+  const Cut cut_;
   const Samples<S> out_;
   const SampleKernels<E> k_;
   const int64_t words_;
@@ -485,7 +340,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_sample(Tensor hidden,         
     const Samples<S> out{writable<int64_t>(ids), writable<S>(logprobs),
                          return_entropy ? writable<S>(entropy) : nullptr,
                          return_kept ? writable<int64_t>(kept) : nullptr};
-    Sampler<T, decltype(element)>(x, weight, bias_, keys_, {top_k, top_p, return_entropy, return_kept}, out).run();
+    Sampler<T, decltype(element)>(x, weight, bias_, keys_, {top_k, top_p}, out).run();
     result = {ids, logprobs, entropy, kept};
   });
   return *result;

@@ -1,4 +1,4 @@
-"""Hidden states to drawn tokens and their log-probs; neither logits nor probabilities of a whole row are ever stored."""
+"""Hidden states to drawn tokens and their log-probs; neither logits nor probabilities of whole rows are stored."""
 
 from __future__ import annotations
 

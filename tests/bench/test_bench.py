@@ -10,6 +10,7 @@ import torch
 
 import bench_gae
 import bench_linear_ppo_loss
+import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_ppo_loss
 import bench_selected_logprobs
@@ -227,6 +228,7 @@ def tiny_cases(monkeypatch):
     yield bench_gae.case((6, 9))
     yield bench_ppo_loss.case((6, 9))
     yield bench_small_linear.case(40, 70, BF16)
+    yield bench_linear_sample.case(FP32, 3, 3000, 32)
 
 
 def test_the_cases_pass_their_own_check(monkeypatch):

@@ -102,8 +102,10 @@ def test_philox_gives_the_published_words():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "cut",
-    [{}, {"top_k": 1}, {"top_k": 7}, {"top_k": 300}, {"top_k": 3001}, {"top_p": 0.9}, {"top_p": 1e-9}]
-    + [{"top_k": 40, "top_p": 0.7}, {"top_k": 3000, "top_p": 0.999}, {"top_p": 0.5, "max_kept": 3001}],
+    [
+        *({}, {"top_k": 1}, {"top_k": 7}, {"top_k": 300}, {"top_k": 3001}, {"top_p": 0.9}, {"top_p": 1e-9}),
+        *({"top_k": 40, "top_p": 0.7}, {"top_k": 3000, "top_p": 0.999}, {"top_p": 0.5, "max_kept": 3001}),
+    ],
     ids=str,
 )
 def test_exact_with_ties(cpu_backend, dtype, cut):
@@ -241,7 +243,12 @@ def test_temperature_zero_takes_the_first_of_the_largest(cpu_backend, cut):
 def test_kept_sets_score_the_same(cpu_backend, dtype, cut):
     """What training re-scores on the set is the log-prob that was sampled."""
     hidden, weight = normal_layer(40, 64, 3000, dtype)
-    layer = {"bias": torch.randn(3000).to(dtype), "softcap": 4.0, "logit_scale": 1.5, "temperature": 0.5 + torch.rand(40)}
+    layer = {
+        "bias": torch.randn(3000).to(dtype),
+        "softcap": 4.0,
+        "logit_scale": 1.5,
+        "temperature": 0.5 + torch.rand(40),
+    }
     ids, logprobs, entropy, kept_ids = linear_sample(
         hidden, weight, **layer, keys=make_keys(40), return_entropy=True, return_kept=True, **cut
     )
@@ -400,7 +407,9 @@ def test_a_banned_token_is_never_drawn(cpu_backend, cut):
 def test_a_row_without_a_distribution_is_an_error(cpu_backend, cut, value):
     hidden, weight = torch.zeros(3, 1), torch.zeros(5, 1)
     bias = torch.full((5,), value) if value == -math.inf else torch.tensor([0, 0, value, 0, 0])
-    with pytest.raises(ValueError, match="hidden and weight .* the logits of row 0 hold NaN or .inf, or are all -inf"):
+    with pytest.raises(
+        ValueError, match=r"hidden and weight .* the logits of row 0 hold NaN or \+inf, or are all -inf"
+    ):
         linear_sample(hidden, weight, bias=bias, keys=make_keys(3), return_entropy=True, **cut)
     hidden[1] = math.nan
     with pytest.raises(ValueError, match="row 1"):
