@@ -1,4 +1,6 @@
-// The largest logits of some rows, gathered by several threads in passing. Baseline code only, after head_layout.h.
+// The k largest logits of some rows, gathered by several threads in passing. A thread lists what lies above its floor; a
+// full list is cut back to about its k largest, and the floor rises to the least of them. Of V logits in random order a
+// list takes k (1 + ln(V / k)), in ascending order all of them. Baseline code only.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +102,9 @@ template <class S> class Lists {
  private:
   // What threads write to lies cache lines apart.
   int64_t index(int64_t thread, int64_t row) const { return thread * rows_ + row; }
-  Candidate<S>* list(int64_t thread, int64_t row) const { return memory_.get() + (row * threads_ + thread) * capacity_; }
+  Candidate<S>* list(int64_t thread, int64_t row) const {
+    return memory_.get() + (row * threads_ + thread) * capacity_;
+  }
 
   // A little below the k-th largest logit, judged by a sample.
   S likely_floor(const Candidate<S>* first, int64_t count) const {

@@ -1,5 +1,5 @@
-// An output layer as its kernels' drivers see it: tokens in panels, the vocabulary in segments and blocks, the weight read
-// block by block, and the softmax of a token put together from its segments.
+// An output layer as its kernels' drivers see it: tokens in panels, the vocabulary in segments and blocks, the weight
+// read block by block, and the softmax of a token put together from its segments.
 //
 // Included after for_each_isa.h: its bodies hold multiply.h, which widens rows.
 #pragma once

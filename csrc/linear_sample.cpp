@@ -1,28 +1,27 @@
-// linear_sample: hidden states to tokens drawn from softmax(logits), with their log-probs; logits are never stored beyond
-// a block (ppo_fast/ops/linear_sample.py).
+// linear_sample: tokens drawn from the softmax of an output layer, and their log-probs, without storing its logits
+// (ppo_fast/ops/linear_sample.py).
 //
-// Tokens in panels, the vocabulary in segments and blocks, as in linear_head.cpp: a block of the weight, read in place,
-// times a panel gives logits [rows][token] that stay in the first-level cache while a second pass goes over them.
+// Rows in panels, the vocabulary in segments and blocks, as in linear_head.cpp: a block of the weight, read in place,
+// times a panel gives logits [vocabulary row][token], which stay in the caches while a second pass goes over them.
 //
-// The whole vocabulary: a race (Gumbel-max). Token j has the key  scale * z_j - log(E_j),  E_j = -log1p(-u_j)  exponential;
-// the largest key wins, with probability softmax(scale * z)_j. u_j comes from Philox4x32-10 keyed by the row's seed,
-// with counter (j / 4, 0 or 1, position): it knows nothing of other rows, of the split or of threads, and an argmax is
-// the same however it is taken. The pass takes the sums of the softmax along, so e_j = exp(scale * (z_j - peak)) is
-// there, and j can only win if  u_j <= E_j < e_j * exp(scale * peak - best key):  no logarithm, and of u_j only the upper
-// bits. The few that pass, some ln(V) a row and thread, are decided by their key in double.
-//   u_j = high * 2^-32 + (low + 1/2) * 2^-64 in double. What matters is the resolution near u = 0: the winner of
-// V = 151936 equal tokens has E of 1 / V. From 32 bits it would be a multiple of 2^-32 there, so that about one draw in
-// 30000 tied, and tokens of probability below 2^-33 would never be drawn; float32 Gumbel noise from a 24-bit uniform
-// ends at 16.6 and cuts off already at 6e-8. Here E keeps its 53 bits down to 2^-64. At the other end u is cut at
-// 1 - 2^-53: a key may be low, but not -inf.
+// The whole vocabulary: a race (Gumbel-max). Token j has the key  scale * z_j - log(E_j)  with  E_j = -log1p(-u_j)
+// exponential; the largest key wins, and does so with probability softmax(scale * z)_j. u_j comes from a counter-based
+// generator (noise.h), so a key knows nothing of other rows, of the split or of threads, and an argmax is the same
+// however it is taken. The pass also takes the sums of the softmax, for which it has e_j = exp(scale * (z_j - peak)),
+// and j can win only if  u_j <= E_j < e_j * exp(scale * peak - best key so far).  That costs no logarithm, and of u_j
+// the upper bits suffice. The few that pass, some ln(V) for each row and thread, are decided by their keys in double.
+//   u_j = high * 2^-32 + (low + 1/2) * 2^-64. What matters is its resolution near 0: among V = 151936 equal tokens the
+// winner's E is about 1 / V. 32 bits are multiples of 2^-32 there: one draw in 30000 would be a tie, and a token of
+// probability below 2^-33 would never be drawn; the usual float32 noise, of a uniform with 24 bits, ends at 16.6 and
+// loses tokens below 6e-8. Here E keeps its 53 bits down to 2^-64. At the other end u stops at 1 - 2^-53, so that the
+// key of an only token is a number.
 //
-// Top-k and top-p: each thread lists the logits above its floor, which is the k-th largest it has seen; a list that is
-// full is cut back to its k largest and the floor rises, so a list takes k (1 + ln(V / k)) logits where they come in
-// random order. The k largest of all lists, by logit, equal ones by id, are sorted; top-p takes the shortest run of
-// them that holds a share p of their softmax; the race is run among those, in double, with the same noise.
+// Top-k and top-p: each thread lists the logits above its floor, no more than the k-th largest it has met (candidates.h).
+// The k largest of all lists are sorted; top-p takes the shortest run of them that holds a share p of their softmax; the
+// race is run among those, with the same noise.
 //
-// Numerics as in linear_head.cpp. A logit's bits depend on its row of hidden and on the weight alone, sums run over
-// blocks and segments that the shape fixes, and lanes never mix: neither do ids or log-probs depend on other rows.
+// Numerics as in linear_head.cpp. The bits of a logit depend on its row of hidden and on the weight alone, sums run over
+// blocks and segments that the shape fixes, and lanes never mix: neither ids nor log-probs depend on other rows.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -67,7 +66,7 @@ template <class S> struct Leader {
 // ------------------------------------------------------------------------------------------------------------- sampling
 
 // What is kept.
-struct Cut {
+struct Truncation {
   int64_t top_k;  // 0 for the whole vocabulary
   double top_p;
 };
@@ -84,13 +83,13 @@ template <class T, class E> class Sampler {
   using S = typename E::Stat;
   using Word = typename E::Word;
 
-  Sampler(const HeadRows<T>& x, const Tensor& weight, const S* bias, const int64_t* keys, const Cut& cut,
+  Sampler(const HeadRows<T>& x, const Tensor& weight, const S* bias, const int64_t* keys, const Truncation& truncation,
           const Samples<S>& out)
       : x_(x),
         weight_(weight),
         bias_(bias),
         keys_(keys),
-        cut_(cut),
+        truncation_(truncation),
         out_(out),
         k_(kernels<E>()),
         words_(ceil_div(x.H, E::per_word)),
@@ -99,9 +98,9 @@ template <class T, class E> class Sampler {
 
   void run() {
     int64_t rows = kGroupRows;
-    if (cut_.top_k) {
-      const int64_t list = Lists<S>::bytes(cut_.top_k, x_.V, cuts_.block);
-      const int64_t weights = cut_.top_k * int64_t{sizeof(double)};
+    if (truncation_.top_k) {
+      const int64_t list = Lists<S>::bytes(truncation_.top_k, x_.V, cuts_.block);
+      const int64_t weights = truncation_.top_k * int64_t{sizeof(double)};
       threads_ = std::clamp<int64_t>((kListBytes - weights) / list, 1, threads_);
       rows = std::max<int64_t>(1, kListBytes / (threads_ * list + weights));
       const int64_t panel = 2 * k_.lanes;
@@ -123,7 +122,7 @@ template <class T, class E> class Sampler {
     Buffer<S> logits(threads_ * kMaxBlockRows * kMaxPanel);
     Buffer<Hit> hits(threads_ * kMaxBlockRows * kMaxPanel);
     std::optional<Lists<S>> lists;
-    if (cut_.top_k) lists.emplace(n, threads_, cut_.top_k, x_.V, cuts_.block);
+    if (truncation_.top_k) lists.emplace(n, threads_, truncation_.top_k, x_.V, cuts_.block);
     const int64_t racing = lists ? 0 : count;
     Buffer<LaneSums<S>> sums(threads_ * racing);
     Buffer<RaceLanes<S>> races(threads_ * racing);
@@ -181,9 +180,9 @@ template <class T, class E> class Sampler {
     });
 
     if (lists) {
-      Buffer<double> weights(n * cut_.top_k);
-      parallel(n, cut_.top_k * 256, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) draw_kept(*lists, i, first + i, weights.get() + i * cut_.top_k);
+      Buffer<double> weights(n * truncation_.top_k);
+      parallel(n, truncation_.top_k * 256, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) draw_kept(*lists, i, first + i, weights.get() + i * truncation_.top_k);
       });
     } else {
       for (int64_t i = 0; i < n; ++i) {
@@ -265,7 +264,7 @@ template <class T, class E> class Sampler {
 
     Softmax kept{top, 0, 0};
     int64_t size = 0;
-    for (; size < count && (size == 0 || cut_.top_p == 1 || kept.total < cut_.top_p * all); ++size) {
+    for (; size < count && (size == 0 || truncation_.top_p == 1 || kept.total < truncation_.top_p * all); ++size) {
       kept.total += weights[size];
       if (weights[size] > 0) kept.weighted += weights[size] * (list[size].logit - top);
     }
@@ -286,8 +285,8 @@ template <class T, class E> class Sampler {
       }
     }
     if (out_.kept) {
-      int64_t* kept_ids = out_.kept + t * cut_.top_k;
-      for (int64_t j = 0; j < cut_.top_k; ++j) kept_ids[j] = j < size ? list[j].id : -1;
+      int64_t* kept_ids = out_.kept + t * truncation_.top_k;
+      for (int64_t j = 0; j < truncation_.top_k; ++j) kept_ids[j] = j < size ? list[j].id : -1;
     }
     put(t, size ? list[drawn].id : -1, size ? list[drawn].logit : S(0), kept);
   }
@@ -306,7 +305,7 @@ template <class T, class E> class Sampler {
   const Tensor& weight_;
   const S* bias_;
   const int64_t* keys_;
-  const Cut cut_;
+  const Truncation truncation_;
   const Samples<S> out_;
   const SampleKernels<E> k_;
   const int64_t words_;
@@ -317,7 +316,7 @@ template <class T, class E> class Sampler {
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_sample(Tensor hidden,                      // [n, H]
                                                          Tensor weight,                      // [V, H]
                                                          std::optional<Tensor> bias,         // [V] stat dtype
-                                                         std::optional<Tensor> temperature,  // [n] stat dtype; 0: greedy
+                                                         std::optional<Tensor> temperature,  // [n] stat dtype
                                                          Tensor keys,                        // [n, 2] int64
                                                          std::optional<double> softcap, double logit_scale,
                                                          int64_t top_k, double top_p, bool return_entropy,

@@ -1,6 +1,6 @@
-// The noise of one row of a sampler: Philox4x32-10 (Salmon et al., 2011) keyed by the row's seed, with counter (token / 4,
-// half, position). Half 0 holds the upper words of four tokens' uniform numbers, half 1 the lower ones. Plain PyTorch has
-// it in ppo_fast/ops/_noise.py, the kernels' vectors in linear_sample_rows.h. Baseline code only.
+// The noise of sampling: Philox4x32-10 (Salmon et al., 2011) keyed by a row's seed; the counter is (token / 4, half,
+// position). Half 0 holds the upper words of four tokens' uniform numbers, half 1 the lower ones. Baseline code only;
+// ppo_fast/ops/_noise.py has the same in plain PyTorch, linear_sample_rows.h in vectors.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 
 namespace ppo_fast {
 
+// Of one row.
 struct Noise {
   uint32_t seed[2], position[2];
 
@@ -19,6 +20,7 @@ struct Noise {
     }
   }
 
+  // Its half of the token's uniform number.
   uint32_t word(int64_t id, uint32_t half) const {
     uint32_t c[4] = {static_cast<uint32_t>(id / 4), half, position[0], position[1]};
     uint32_t k = seed[0], l = seed[1];
@@ -36,6 +38,7 @@ struct Noise {
 
   static double upper(uint32_t high) { return high * 0x1p-32; }
 
+  // -log(E) of a token whose word 0 is known.
   double gumbel(int64_t id, uint32_t high) const {
     const double u = std::min(upper(high) + (word(id, 1) + 0.5) * 0x1p-64, 1 - 0x1p-53);
     return -std::log(-std::log1p(-u));

@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") keyed by the seed; the counter is
 (token // 4, half, position). One block serves four tokens; half 0 holds the upper 32 bits of their uniform numbers,
-half 1 the lower ones. csrc/linear_sample.cpp says why 64.
+half 1 the lower ones. csrc/linear_sample.cpp says why there are 64.
 """
 
 from __future__ import annotations

@@ -515,3 +515,21 @@ def test_autocast_and_mixed_dtypes_compute_in_the_dtype_of_the_weight(cpu_backen
 def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match="return_kept needs top_k, or top_p below 1"):
         linear_sample(torch.zeros(2, 3), torch.zeros(5, 3), keys=make_keys(2), top_p=1.0, return_kept=True)
+
+
+def test_direct_calls_are_checked(isa):
+    """torch.ops.ppo_fast.linear_sample without its wrapper: an error, never a read or a write out of bounds."""
+    right = [torch.zeros(2, 3), torch.zeros(5, 3), None, None, make_keys(2), None, 1.0, 0, 1.0, False, False]
+    torch.ops.ppo_fast.linear_sample(*right)
+    wrong = {
+        "hidden": [(0, torch.zeros(2, 4)), (0, torch.zeros(2, 3).double())],
+        "bias": [(2, torch.zeros(4)), (2, torch.zeros(5).double())],
+        "temperature": [(3, torch.ones(3))],
+        "keys": [(4, make_keys(3)), (4, make_keys(2).int()), (4, make_keys(2).t())],
+        "top_k": [(7, 6), (7, -1), (8, 0.5), (10, True)],
+        "top_p": [(8, 0.0), (8, 1.5), (8, math.nan)],
+    }
+    for name, values in wrong.items():
+        for place, value in values:
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                torch.ops.ppo_fast.linear_sample(*right[:place], value, *right[place + 1 :])

@@ -30,8 +30,8 @@ PROGRAM = """
 import json
 import torch
 from ppo_fast import backends
-from ppo_fast.ops import (gae, linear_ppo_loss, linear_selected_logprobs, ppo_loss, selected_logprobs, value_loss,
-                          whiten)
+from ppo_fast.ops import (gae, linear_ppo_loss, linear_sample, linear_selected_logprobs, ppo_loss, selected_logprobs,
+                          value_loss, whiten)
 
 torch.manual_seed(0)
 B, T, H, V = 3, 11, 33, 2501
@@ -53,6 +53,11 @@ def results():
         hidden, weight = hidden.reshape(B, T, H).requires_grad_(), weight.requires_grad_()
         pair = linear_selected_logprobs(hidden, weight, ids, mask=mask, return_entropy=True)
         out += [p.detach() for p in pair] + [*torch.autograd.grad(sum(p.sum() for p in pair), (hidden, weight))]
+        rows = hidden.detach().flatten(0, 1)
+        keys = torch.arange(2 * len(rows)).reshape(-1, 2)
+        for cut in ({}, {"top_k": 50, "top_p": 0.9}):
+            drawn, *values = linear_sample(rows, weight.detach(), keys=keys, temperature=6, return_entropy=True, **cut)
+            out += [drawn.double(), *values]
         total = linear_ppo_loss(hidden, weight, ids, x - 8, y, mask)[0]
         out += [total.detach(), *torch.autograd.grad(total, (hidden, weight))]
     return out
