@@ -23,7 +23,7 @@ template <class S> struct Candidate {
   }
 };
 
-// The largest logits of each row of a group that each thread has met.
+// The largest logits of each row of a group that each thread has met. Rows are counted up to whole panels.
 template <class S> class Lists {
  public:
   Lists(int64_t rows, int64_t threads, int64_t k, int64_t V, int64_t block)
@@ -33,69 +33,61 @@ template <class S> class Lists {
         block_(block),
         rows_(ceil_div(rows, kMaxPanel) * kMaxPanel),
         floors_(threads * rows_),
-        counts_(threads * rows_),
+        ends_(threads * rows_),
         unusable_(threads * rows_),
         memory_(rows * threads * capacity_) {
-    std::fill_n(floors_.get(), threads * rows_, -std::numeric_limits<S>::infinity());
-    std::fill_n(counts_.get(), threads * rows_, int64_t{0});
-    std::fill_n(unusable_.get(), threads * rows_, int64_t{0});
+    for (int64_t t = 0; t < threads; ++t) {
+      for (int64_t row = 0; row < rows_; ++row) {
+        const bool used = row < rows;
+        floors_[index(t, row)] = (used ? -1 : 1) * std::numeric_limits<S>::infinity();
+        ends_[index(t, row)] = used ? list(t, row) : nullptr;
+        unusable_[index(t, row)] = 0;
+      }
+    }
   }
 
   static int64_t bytes(int64_t k, int64_t V, int64_t block) {
     return (std::min(2 * k, V) + block) * int64_t{sizeof(Candidate<S>)};
   }
 
-  // Of the rows from `row` on; those past the last row are never read back.
+  // Of a panel's rows, from `row` on.
   const S* floors(int64_t thread, int64_t row) const { return floors_.get() + index(thread, row); }
 
+  // A logit that isn't at most the floor.
   void add(int64_t thread, int64_t row, S logit, int64_t id) {
-    if (!(logit < std::numeric_limits<S>::infinity())) {
-      unusable_[index(thread, row)] = 1;
-      return;
+    const int64_t i = index(thread, row);
+    if (logit < std::numeric_limits<S>::infinity()) {
+      *ends_[i]++ = {logit, static_cast<int32_t>(id)};
+    } else {
+      unusable_[i] = 1;
     }
-    list(thread, row)[counts_[index(thread, row)]++] = {logit, static_cast<int32_t>(id)};
   }
 
-  // Makes room for another block: most of what isn't among the k largest goes, and the floor rises.
+  // Makes room for another block.
   void trim(int64_t thread, int64_t row) {
-    int64_t& count = counts_[index(thread, row)];
-    if (count <= capacity_ - block_) return;
-    Candidate<S>* first = list(thread, row);
-    S floor = likely_floor(first, count);
-    int64_t kept = std::count_if(first, first + count, [=](const Candidate<S>& c) { return c.logit >= floor; });
-    if (k_ <= kept && kept <= k_ + k_ / 2) {
-      int64_t to = 0;
-      for (int64_t from = 0; from < count; ++from) {
-        const Candidate<S> c = first[from];
-        first[to] = c;
-        to += c.logit >= floor;
-      }
-    } else {
-      std::nth_element(first, first + k_ - 1, first + count);
-      floor = first[k_ - 1].logit;
-      kept = k_;
-    }
-    count = kept;
-    floors_[index(thread, row)] = floor;  // what comes later has a higher id, so an equal logit is too small
+    const int64_t i = index(thread, row);
+    Candidate<S>* const first = list(thread, row);
+    if (ends_[i] - first <= capacity_ - block_) return;
+    // What comes later has a higher id, so that a logit equal to the floor is too small.
+    ends_[i] = cut_back(first, ends_[i], floors_[i]);
   }
 
   // The k largest in order; `count` is set to their number, 0 where some logit of the row is NaN or infinite.
   const Candidate<S>* sorted(int64_t row, int64_t& count) {
-    Candidate<S>* first = list(0, row);
-    count = 0;
-    for (int64_t t = 0; t < threads_; ++t) {
-      const int64_t more = counts_[index(t, row)];
-      std::memmove(first + count, list(t, row), static_cast<size_t>(more) * sizeof(*first));
-      count += more;
+    Candidate<S>* const first = list(0, row);
+    Candidate<S>* last = ends_[index(0, row)];
+    for (int64_t t = 1; t < threads_; ++t) {
+      const int64_t more = ends_[index(t, row)] - list(t, row);
+      std::memmove(last, list(t, row), static_cast<size_t>(more) * sizeof(*first));
+      last += more;
     }
+    S floor;
+    if (last - first > k_) last = cut_back(first, last, floor);
+    std::sort(first, last);
+    count = std::min<int64_t>(k_, last - first);
     for (int64_t t = 0; t < threads_; ++t) {
       if (unusable_[index(t, row)]) count = 0;
     }
-    if (count > k_) {
-      std::nth_element(first, first + k_, first + count);
-      count = k_;
-    }
-    std::sort(first, first + count);
     return first;
   }
 
@@ -104,6 +96,24 @@ template <class S> class Lists {
   int64_t index(int64_t thread, int64_t row) const { return thread * rows_ + row; }
   Candidate<S>* list(int64_t thread, int64_t row) const {
     return memory_.get() + (row * threads_ + thread) * capacity_;
+  }
+
+  // Leaves the k largest, of more than k, and at most half as many more; the new end. `floor` is set to the least.
+  Candidate<S>* cut_back(Candidate<S>* first, Candidate<S>* last, S& floor) const {
+    floor = likely_floor(first, last - first);
+    const int64_t above = std::count_if(first, last, [&](const Candidate<S>& c) { return c.logit >= floor; });
+    if (above < k_ || above > k_ + k_ / 2) {
+      std::nth_element(first, first + k_ - 1, last);
+      floor = first[k_ - 1].logit;
+      return first + k_;
+    }
+    Candidate<S>* to = first;
+    for (Candidate<S>* from = first; from < last; ++from) {
+      const Candidate<S> c = *from;
+      *to = c;
+      to += c.logit >= floor;
+    }
+    return to;
   }
 
   // A little below the k-th largest logit, judged by a sample.
@@ -116,10 +126,11 @@ template <class S> class Lists {
     return sample[rank];
   }
 
-  int64_t threads_, k_, capacity_, block_, rows_;
-  Buffer<S> floors_;  // [thread][row], and so are the next two
-  Buffer<int64_t> counts_, unusable_;
-  Buffer<Candidate<S>> memory_;  // [row][thread][capacity]
+  const int64_t threads_, k_, capacity_, block_, rows_;
+  const Buffer<S> floors_;  // [thread][row], and so are the next two
+  const Buffer<Candidate<S>*> ends_;
+  const Buffer<int64_t> unusable_;
+  const Buffer<Candidate<S>> memory_;  // [row][thread][capacity]
 };
 
 }  // namespace

@@ -245,9 +245,8 @@ template <class T, class E> class Sampler {
     const int64_t row = p * panels.width;
     const int64_t found = k_.above(tile, lists.floors(thread, row), hits);
     for (int64_t h = 0; h < found; ++h) {
-      if (hits[h].lane >= panels.size(p)) continue;
-      const S logit = tile.logits[hits[h].row * tile.panel + hits[h].lane];
-      lists.add(thread, row + hits[h].lane, logit, tile.first + hits[h].row);
+      const Hit hit = hits[h];
+      lists.add(thread, row + hit.lane, tile.logits[hit.row * tile.panel + hit.lane], tile.first + hit.row);
     }
     if (found == 0) return;
     for (int64_t lane = 0; lane < panels.size(p); ++lane) lists.trim(thread, row + lane);
