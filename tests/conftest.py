@@ -92,7 +92,7 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrai
             "eos_token_id": tiny_tokenizer.eos_token_id,
             "initializer_range": 0.4,
             **shape,
-            **FAMILIES[family],
+            **FAMILIES.get(family, {}),
             **overrides,
         }
         with torch.random.fork_rng(devices=[]):

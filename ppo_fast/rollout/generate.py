@@ -1,26 +1,38 @@
-"""The decode loop: prefill the prompts once, then one token a step, with the log-prob of each token as it is drawn.
+"""The decode loop: prompts enter free slots, then every running reply gets one token a step.
 
-Sampling inverts the cumulative distribution at one uniform number per reply and step, drawn before the loop. So a
-reply depends on its own row of numbers alone: batches can be split, and two policies can be compared on the same
-numbers. The cumulative sum runs in float64; over 151,936 tokens a float32 one would be off by more than many tokens'
-whole probability.
+A prompt is computed once for all replies to it, except for its last token: that is the first one a reply feeds to the
+decode step, so that every draw of every reply is made by the same code. A reply that ends leaves its slot to another
+reply to its prompt or to the next prompt that waits. When nobody waits, the last running reply is copied over, and the
+batch is a row smaller from then on; the copy takes about a hundredth of a step.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from ppo_fast import ops
+from ppo_fast.models.head import Head
 from ppo_fast.models.roles import Actor
 from ppo_fast.models.tokens import pad_prompts
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
+from ppo_fast.rollout.packed import packed_linears, packs
+from ppo_fast.rollout.sampling import draw
+from ppo_fast.rollout.slots import Pass, SlotCache, check_cache
+from ppo_fast.rollout.stops import StopStrings
+
+MOST_SLOTS = 64
+"""Replies that run at a time unless told otherwise: as many rows as `small_linear` takes in one reading of a weight."""
+
+PREFILL_TOKENS = 512
+"""Prompt tokens in one pass. The products gain nothing from more, and activations take memory."""
 
 
 @torch.no_grad()
@@ -28,95 +40,242 @@ def generate(
     actor: Actor,
     prompt_ids: list[list[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     temperature: float,
     eos_ids: tuple[int, ...],
     pad_id: int,
-    uniforms: Tensor,  # float64 [B, max_new_tokens] in [0, 1)
+    seeds: Sequence[int],
+    min_new_tokens: int = 0,
+    stop_strings: StopStrings | None = None,
+    slots: int | None = None,
+    dtype: torch.dtype | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Rollout:
     """One reply to each prompt, sampled from ``softmax(logits / temperature)``; temperature 0 is greedy.
 
+    Token ``t`` of a reply is decided by its prompt, its own key ``(seed, t)`` and the weights. The other prompts, their
+    number and order, how many slots there are and who shares a batch with whom enter through rounding only: the
+    attention's products, and what PyTorch computes where our kernels don't run, round differently at other shapes. Two
+    tokens closer than that (some 1e-6 of a logit in float32) may then change places, and the reply goes on from there.
+    One call repeated gives the same bits, with the same number of threads.
+
     Args:
         actor: whose distribution is sampled.
-        prompt_ids: ``B`` token lists, none of them empty.
-        uniforms: the numbers that decide every draw.
+        prompt_ids: ``B`` token lists, none of them empty. Equal ones are computed once.
+        max_new_tokens: the longest reply, in tokens, EOS included; one number, or one per reply.
+        eos_ids: each of them ends a reply. None at all is allowed.
+        seeds: one int64 per reply.
+        min_new_tokens: before so many tokens EOS is excluded from the distribution, and no stop string ends a reply.
+        stop_strings: texts that end a reply, too.
+        slots: replies that run at a time, the others wait; None for all, up to ``MOST_SLOTS``.
+        dtype: bfloat16 multiplies by weights rounded to it, on CPUs with the C++ extension; None for the weights' own.
+            The rest is computed as it is, and log-probs are those of the distribution that is sampled from.
         on_tokens: called after each step with the number of tokens that step added.
 
     Returns:
-        The rollout, on the actor's device, log-probs in float32 (of the greedy choice at temperature 1 when
-        ``temperature`` is 0).
+        The rollout in the order of the prompts, on the actor's device, log-probs in float32 (of the greedy choice at
+        temperature 1 when ``temperature`` is 0).
 
     Raises:
-        ValueError: no prompt or an empty one, a temperature that is negative or not finite, no token to sample, or
-            ``uniforms`` of another shape.
+        ValueError: no prompt or an empty one, one that leaves no room in the model's context, an id outside the
+            vocabulary, a temperature that is negative or not finite, lengths or slots below 1, not one seed and limit
+            per reply, a dtype that can't be had.
+        UserError: the model has no cache of keys and values, or more than that.
     """
-    batch = len(prompt_ids)
+    limits = [max_new_tokens] * len(prompt_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    head = actor.head
+    _check_arguments(prompt_ids, limits, seeds, temperature, min_new_tokens, slots)
+    _check_model(actor, head, prompt_ids, limits, eos_ids)
+    if dtype is not None:
+        if not packs(actor.device):
+            raise ValueError(f"dtype {dtype} needs the C++ kernels on a CPU; leave it out, or load the model in it")
+        head = dataclasses.replace(head, weight=head.weight.to(dtype))
+
+    replies = [
+        _Reply(tuple(prompt), int(seed), limit) for prompt, seed, limit in zip(prompt_ids, seeds, limits, strict=True)
+    ]
+    capacity = max(len(reply.prompt) + reply.limit - 1 for reply in replies)
+    batch = _Batch(actor, replies, SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity))
+    sampler = _Sampler(head, temperature, eos_ids, min_new_tokens, stop_strings)
+    packed = packed_linears(actor.model.base_model, dtype) if packs(actor.device) else contextlib.nullcontext()
+    with actor.activated(), batch.cache.attached(actor.model), packed, annotate("ppo_fast/decode"):
+        while batch.fill():
+            sampler.draw(batch.running, batch.step())
+            if on_tokens is not None:
+                on_tokens(len(batch.running))
+            batch.drop(sampler.ended)
+    return _rollout(replies, pad_id, actor.device)
+
+
+@dataclass
+class _Reply:
+    prompt: tuple[int, ...]
+    seed: int
+    limit: int
+    fed: int = 0
+    """Tokens in the cache: of the prompt, then its own."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+class _Batch:
+    """Who runs in which slot, and who waits."""
+
+    def __init__(self, actor: Actor, replies: list[_Reply], cache: SlotCache) -> None:
+        self.cache = cache
+        self.running: list[_Reply] = []  # reply i is in slot i
+        self._body, self._device = actor.model.base_model, actor.device
+        self._waiting: dict[tuple[int, ...], deque[_Reply]] = {}  # by prompt
+        for reply in replies:
+            self._waiting.setdefault(reply.prompt, deque()).append(reply)
+
+    def fill(self) -> bool:
+        """Gives the free slots to those who wait. False when nobody is left."""
+        new, copies = [], []
+        while self._waiting and len(self.running) < self.cache.slots:
+            reply, slot = self._next(next(iter(self._waiting))), len(self.running)
+            source = next((i for i, other in enumerate(self.running) if other.prompt == reply.prompt), None)
+            if source is None:
+                new.append(slot)
+            else:
+                copies.append((source, slot, reply.fed))
+            self.running.append(reply)
+        self._compute_prompts(new)
+        for copy in copies:
+            self.cache.copy(*copy)
+        return bool(self.running)
+
+    def step(self) -> Tensor:
+        """Feeds each running reply its last token; the hidden states [n, H] that decide the next."""
+        ids = [[reply.ids[-1] if reply.ids else reply.prompt[-1]] for reply in self.running]
+        columns = [reply.fed for reply in self.running]
+        for reply in self.running:
+            reply.fed += 1
+        return self._forward(ids, list(range(len(ids))), columns, max(columns) + 1, running=True)[:, 0]
+
+    def drop(self, ended: Callable[[_Reply], bool]) -> None:
+        """Takes out the replies that have ended. From the last slot on, so that the one moved up has been asked."""
+        for slot in reversed(range(len(self.running))):
+            reply = self.running[slot]
+            if not ended(reply):
+                continue
+            if reply.prompt in self._waiting:  # the prompt's columns are there
+                self.running[slot] = self._next(reply.prompt)
+                continue
+            last = self.running.pop()
+            if last is not reply:
+                self.running[slot] = last
+                self.cache.copy(len(self.running), slot, last.fed)
+
+    def _next(self, prompt: tuple[int, ...]) -> _Reply:
+        queue = self._waiting[prompt]
+        reply = queue.popleft()
+        if not queue:
+            del self._waiting[prompt]
+        reply.fed = len(prompt) - 1
+        return reply
+
+    def _compute_prompts(self, slots: list[int]) -> None:
+        """Fills the cache with the prompts of these slots, but for each one's last token."""
+        slots = sorted(slots, key=lambda slot: self.running[slot].fed, reverse=True)
+        while slots and (longest := self.running[slots[0]].fed):
+            count = max(1, PREFILL_TOKENS // longest)
+            rows, slots = slots[:count], slots[count:]
+            prompts = [self.running[slot].prompt[:-1] for slot in rows]
+            ids = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
+            for start in range(0, longest, PREFILL_TOKENS):
+                part = [row[start : start + PREFILL_TOKENS] for row in ids]
+                self._forward(part, rows, [start] * len(rows), start + len(part[0]))
+
+    def _forward(
+        self, ids: list[list[int]], slots: list[int], columns: list[int], end: int, running: bool = False
+    ) -> Tensor:
+        tokens, rows, first = (torch.tensor(values, device=self._device) for values in (ids, slots, columns))
+        return self.cache.forward(self._body, tokens, Pass(rows, first, tokens.shape[1], end, running))
+
+
+class _Sampler:
+    """What is drawn from the hidden states, and when that ends a reply."""
+
+    def __init__(
+        self, head: Head, temperature: float, eos_ids: tuple[int, ...], minimum: int, stop_strings: StopStrings | None
+    ) -> None:
+        self._head, self._temperature = head, temperature
+        self._eos_ids, self._minimum, self._stop_strings = eos_ids, minimum, stop_strings
+
+    def draw(self, replies: list[_Reply], hidden: Tensor) -> None:
+        """One more token for each."""
+        keys = torch.tensor([[reply.seed, len(reply.ids)] for reply in replies], device=hidden.device)
+        early = [len(reply.ids) < self._minimum for reply in replies]
+        ids, logprobs = draw(
+            hidden, self._head, keys, temperature=self._temperature, banned=self._eos_ids if any(early) else (),
+            banned_rows=torch.tensor(early, device=hidden.device),
+        )  # fmt: skip
+        for reply, token, logprob in zip(replies, ids.tolist(), logprobs.tolist(), strict=True):
+            reply.ids.append(token)
+            reply.logprobs.append(logprob)
+
+    def ended(self, reply: _Reply) -> bool:
+        """By EOS, by a stop string, or at the limit; the first two make it finished."""
+        reply.finished = reply.ids[-1] in self._eos_ids or (
+            self._stop_strings is not None and len(reply.ids) >= self._minimum and self._stop_strings.end(reply.ids)
+        )
+        return reply.finished or len(reply.ids) == reply.limit
+
+
+def _rollout(replies: list[_Reply], pad_id: int, device: torch.device) -> Rollout:
+    prompts, prompt_mask = pad_prompts([list(reply.prompt) for reply in replies], pad_id)
+    width = max(len(reply.ids) for reply in replies)
+    ids = torch.tensor([reply.ids + [pad_id] * (width - len(reply.ids)) for reply in replies])
+    logprobs = torch.tensor([reply.logprobs + [0.0] * (width - len(reply.ids)) for reply in replies])
+    lengths = torch.tensor([len(reply.ids) for reply in replies])
+    rollout = Rollout(
+        token_ids=torch.cat([prompts, ids], dim=1),
+        prompt_mask=prompt_mask,
+        response_mask=torch.arange(width) < lengths[:, None],
+        logprobs=logprobs,
+        finished=torch.tensor([reply.finished for reply in replies]),
+    )
+    return rollout.to(device)
+
+
+def _check_arguments(
+    prompt_ids: list[list[int]],
+    limits: list[int],
+    seeds: Sequence[int],
+    temperature: float,
+    min_new_tokens: int,
+    slots: int | None,
+) -> None:
     if min((len(ids) for ids in prompt_ids), default=0) == 0:
         raise ValueError(f"prompt_ids must hold prompts of at least one token, got {prompt_ids}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-    if uniforms.shape != (batch, max_new_tokens):
-        raise ValueError(f"uniforms has shape {tuple(uniforms.shape)}, expected ({batch}, {max_new_tokens})")
-
-    device = actor.device
-    prompts, prompt_mask = (tensor.to(device) for tensor in pad_prompts(prompt_ids, pad_id))
-    uniforms, stops = uniforms.to(device), torch.tensor(eos_ids, device=device)
-    chosen = torch.full((batch, max_new_tokens), pad_id, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(batch, max_new_tokens, dtype=torch.float32, device=device)
-    live = torch.zeros(batch, max_new_tokens, dtype=torch.bool, device=device)
-    running = torch.ones(batch, dtype=torch.bool, device=device)
-
-    with actor.activated(), annotate("ppo_fast/decode"):
-        body, head = actor.model.base_model, actor.head
-        # transformers renames its argument past_key_values to cache within 5.x, and drops the old name in 5.40.
-        cache_keyword = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
-        cache = DynamicCache(config=actor.model.config)
-        attention = prompt_mask.long()
-        positions = (attention.cumsum(1) - 1).clamp_min(0)
-        step_ids = prompts
-        for step in range(max_new_tokens):
-            hidden = body(
-                input_ids=step_ids,
-                attention_mask=attention,
-                position_ids=positions,
-                use_cache=True,
-                **{cache_keyword: cache},
-            ).last_hidden_state[:, -1]
-            logits = head.logits(hidden)
-            ids = _draw(logits, temperature, uniforms[:, step])
-            drawn = ops.selected_logprobs(logits, ids, temperature=temperature or 1.0)
-            chosen[:, step] = ids.where(running, pad_id)
-            logprobs[:, step] = drawn.where(running, 0.0)
-            live[:, step] = running
-            if on_tokens is not None:
-                on_tokens(int(running.sum()))
-            running = running & ~torch.isin(ids, stops)
-            if not running.any():
-                break
-            step_ids = chosen[:, step : step + 1]
-            # A row that has ended goes on as padding: its new column is masked, its results are dropped.
-            attention = torch.cat([attention, live[:, step : step + 1].long()], dim=1)
-            positions = (attention.sum(1, keepdim=True) - 1).clamp_min(0)
-
-    width = step + 1
-    return Rollout(
-        token_ids=torch.cat([prompts, chosen[:, :width]], dim=1),
-        prompt_mask=prompt_mask,
-        response_mask=live[:, :width],
-        logprobs=logprobs[:, :width],
-        finished=~running,
-    )
+    for name, values in (("max_new_tokens", limits), ("seeds", seeds)):
+        if len(values) != len(prompt_ids):
+            raise ValueError(f"{name} must hold one number per prompt, {len(prompt_ids)}, got {len(values)}")
+    if min(limits) < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {min(limits)}")
+    if not 0 <= min_new_tokens <= min(limits):
+        raise ValueError(f"min_new_tokens must be from 0 to max_new_tokens = {min(limits)}, got {min_new_tokens}")
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots must be >= 1, got {slots}")
 
 
-def _draw(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
-    """Token ids int64 [B].  ``logits``: float32 [B, V]; ``uniform``: float64 [B]."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1, dtype=torch.float64)
-    # The first token whose cumulative sum exceeds u * total: right=True steps over tokens of probability zero. Some sum
-    # does, for u <= 1 - 2^-53 stays below the total when multiplied; the clamp is for NaN.
-    target = (uniform * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+def _check_model(
+    actor: Actor, head: Head, prompt_ids: list[list[int]], limits: list[int], eos_ids: tuple[int, ...]
+) -> None:
+    check_cache(actor.model)
+    context = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for prompt, limit in zip(prompt_ids, limits, strict=True):
+        if len(prompt) + limit > context:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens {limit} don't fit the model's context of "
+                f"{context}"
+            )
+    vocabulary = head.weight.shape[0]
+    for name, ids in (("prompt_ids", [token for prompt in prompt_ids for token in prompt]), ("eos_ids", eos_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{name} has the id {wrong}, outside of the model's vocabulary of {vocabulary}")

@@ -142,6 +142,8 @@ def identity(
             "temperature": args.temperature,
             "response_length": args.response_length,
             "eos_ids": list(eos_ids),
+            "stop_strings": args.stop_strings,
+            "dtype": args.rollout_dtype,
             "old_logprobs": args.old_logprobs,
         },
         "seed": args.seed,

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from ppo_fast.errors import UserError
-from ppo_fast.models.loading import eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
+from ppo_fast.models.loading import DTYPES, eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
 from ppo_fast.models.roles import Actor, adapter_settings, build_roles
-from ppo_fast.rollout import Rollout, generate
+from ppo_fast.rollout import Rollout, StopStrings, check_cache, generate, packs
 from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
 from ppo_fast.training.checks import Agreement, agreement, require_agreement
@@ -125,6 +125,10 @@ class PPOTrainer:
         self.eos_ids = eos_token_ids(self.roles.policy.model, self.tokenizer)
         pad_id = self.tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        check_cache(self.roles.policy.model)
+        if args.rollout_dtype is not None and not packs(self.accelerator.device):
+            raise UserError("rollout_dtype needs the C++ kernels on a CPU; leave it out, or set dtype")
+        self._stop_strings = StopStrings(self.tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
         self._prompt_ids = self._tokenize(self.prompts)
         highest, vocabulary = max(map(max, self._prompt_ids)), self.roles.policy.head.weight.shape[0]
         if highest >= vocabulary:
@@ -207,10 +211,11 @@ class PPOTrainer:
         self, actor: Actor, prompt_ids: list[list[int]], generator: torch.Generator, report: Progress | None = None
     ) -> Rollout:
         args = self.args
-        uniforms = torch.rand(len(prompt_ids), args.response_length, dtype=torch.float64, generator=generator)
+        seeds = torch.randint(2**62, (len(prompt_ids),), generator=generator).tolist()
         rollout = generate(
             actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature, eos_ids=self.eos_ids,
-            pad_id=self.pad_id, uniforms=uniforms, on_tokens=report,
+            pad_id=self.pad_id, seeds=seeds, slots=args.rollout_slots, stop_strings=self._stop_strings,
+            dtype=None if args.rollout_dtype is None else DTYPES[args.rollout_dtype], on_tokens=report,
         )  # fmt: skip
         if not torch.isfinite(rollout.logprobs).all():
             raise UserError(
