@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from ppo_fast.models.tokens import TokenBatch
 
 @dataclass(frozen=True)
 class Rollout(TokenBatch):
-    """Replies with the log-probs of the very distribution they were sampled from, temperature included."""
+    """Replies with the log-probs of the very distribution they were sampled from, temperature and cuts included."""
 
     logprobs: Tensor  # float32 [B, T], nats, 0 where not live
-    finished: Tensor  # bool [B], ended by an EOS id, not by the limit
+    finished: Tensor  # bool [B], ended by an EOS id or a stop string, not by the limit
+    kept_ids: Tensor | None = None  # int64 [B, T, K], under top-k or top-p what each token was drawn from, then -1
 
     def rows(self, index: Tensor) -> Rollout:
         """The chosen rows, cut to the widest prompt and reply among them."""
@@ -29,8 +31,15 @@ class Rollout(TokenBatch):
             response_mask=response_mask[:, :width],
             logprobs=self.logprobs[index, :width],
             finished=self.finished[index],
+            kept_ids=None if self.kept_ids is None else _narrowed(self.kept_ids[index, :width]),
         )
 
     def to(self, device: torch.device) -> Rollout:
         """All tensors on ``device``."""
-        return Rollout(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Rollout(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
+
+
+def _narrowed(kept_ids: Tensor) -> Tensor:
+    """Cut to the widest set among them."""
+    return kept_ids[..., : max(1, int((kept_ids >= 0).sum(-1).max()))]

@@ -14,22 +14,26 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppo_fast import ops
 from ppo_fast.models.head import Head
 from ppo_fast.models.roles import Actor
 from ppo_fast.models.tokens import pad_prompts
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
 from ppo_fast.rollout.packed import packed_linears, packs
-from ppo_fast.rollout.sampling import draw
 from ppo_fast.rollout.slots import Pass, SlotCache, check_cache
 from ppo_fast.rollout.stops import StopStrings
 
 MOST_SLOTS = 64
 """Replies that run at a time unless told otherwise: as many rows as `small_linear` takes in one reading of a weight."""
+
+MOST_KEPT = 1024
+"""Tokens that top-k and top-p leave at most: each is stored with its position, and scored again in training."""
 
 PREFILL_TOKENS = 512
 """Prompt tokens in one pass. The products gain nothing from more, and activations take memory."""
@@ -45,13 +49,15 @@ def generate(
     eos_ids: tuple[int, ...],
     pad_id: int,
     seeds: Sequence[int],
+    top_k: int | None = None,
+    top_p: float | None = None,
     min_new_tokens: int = 0,
     stop_strings: StopStrings | None = None,
     slots: int | None = None,
     dtype: torch.dtype | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Rollout:
-    """One reply to each prompt, sampled from ``softmax(logits / temperature)``; temperature 0 is greedy.
+    """One reply to each prompt, sampled from ``softmax(logits / temperature)``, cut by top-k, then by top-p.
 
     Token ``t`` of a reply is decided by its prompt, its own key ``(seed, t)`` and the weights. The other prompts, their
     number and order, how many slots there are and who shares a batch with whom enter through rounding only: the
@@ -62,6 +68,8 @@ def generate(
     Args:
         actor: whose distribution is sampled.
         prompt_ids: ``B`` token lists, none of them empty. Equal ones are computed once.
+        temperature: 0 is greedy.
+        top_k, top_p: as `ops.linear_sample` has them: top-p implies ``top_k = MOST_KEPT``.
         max_new_tokens: the longest reply, in tokens, EOS included; one number, or one per reply.
         eos_ids: each of them ends a reply. None at all is allowed.
         seeds: one int64 per reply.
@@ -77,15 +85,17 @@ def generate(
         temperature 1 when ``temperature`` is 0).
 
     Raises:
+        FloatingPointError: logits are NaN or infinite.
         ValueError: no prompt or an empty one, one that leaves no room in the model's context, an id outside the
-            vocabulary, a temperature that is negative or not finite, lengths or slots below 1, not one seed and limit
-            per reply, a dtype that can't be had.
+            vocabulary, a temperature that is negative or not finite, a top_k or top_p out of range, lengths or slots
+            below 1, not one seed and limit per reply, a dtype that can't be had.
         UserError: the model has no cache of keys and values, or more than that.
     """
     limits = [max_new_tokens] * len(prompt_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     head = actor.head
-    _check_arguments(prompt_ids, limits, seeds, temperature, min_new_tokens, slots)
-    _check_model(actor, head, prompt_ids, limits, eos_ids)
+    _check_arguments(prompt_ids, limits, seeds, min_new_tokens, slots)
+    _check_cut(temperature, top_k, top_p)
+    _check_model(actor, head, prompt_ids, limits, min_new_tokens, eos_ids)
     if dtype is not None:
         if not packs(actor.device):
             raise ValueError(f"dtype {dtype} needs the C++ kernels on a CPU; leave it out, or load the model in it")
@@ -96,7 +106,8 @@ def generate(
     ]
     capacity = max(len(reply.prompt) + reply.limit - 1 for reply in replies)
     batch = _Batch(actor, replies, SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity))
-    sampler = _Sampler(head, temperature, eos_ids, min_new_tokens, stop_strings)
+    cut = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampler = _Sampler(head, cut, eos_ids, min_new_tokens, stop_strings)
     packed = packed_linears(actor.model.base_model, dtype) if packs(actor.device) else contextlib.nullcontext()
     with actor.activated(), batch.cache.attached(actor.model), packed, annotate("ppo_fast/decode"):
         while batch.fill():
@@ -116,6 +127,8 @@ class _Reply:
     """Tokens in the cache: of the prompt, then its own."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    """Under top-k or top-p, int32 ids of the set that each token was drawn from."""
     finished: bool = False
 
 
@@ -199,19 +212,46 @@ class _Sampler:
     """What is drawn from the hidden states, and when that ends a reply."""
 
     def __init__(
-        self, head: Head, temperature: float, eos_ids: tuple[int, ...], minimum: int, stop_strings: StopStrings | None
+        self,
+        head: Head,
+        cut: dict[str, Any],  # temperature, top_k, top_p
+        eos_ids: tuple[int, ...],
+        min_new_tokens: int,
+        stop_strings: StopStrings | None,
     ) -> None:
-        self._head, self._temperature = head, temperature
-        self._eos_ids, self._minimum, self._stop_strings = eos_ids, minimum, stop_strings
+        self._weight, self._arguments = head.weight, head.kwargs() | cut
+        self._eos_ids, self._min_new_tokens, self._stop_strings = eos_ids, min_new_tokens, stop_strings
+        self._cuts = cut["top_k"] is not None or cut["top_p"] not in (None, 1)
+        if min_new_tokens:
+            bias = torch.zeros(len(head.weight), device=head.weight.device) if head.bias is None else head.bias.float()
+            self._bias_without_eos = bias.index_fill(
+                0, torch.tensor(eos_ids, dtype=torch.int64, device=bias.device), -torch.inf
+            )
 
     def draw(self, replies: list[_Reply], hidden: Tensor) -> None:
         """One more token for each."""
+        early = [len(reply.ids) < self._min_new_tokens for reply in replies]
+        if any(early):
+            # Two products, for as long as replies of both kinds run together.
+            rows = torch.tensor(early, device=hidden.device)
+            self._draw([r for r, e in zip(replies, early, strict=True) if e], hidden[rows], bias=self._bias_without_eos)
+            replies, hidden = [r for r, e in zip(replies, early, strict=True) if not e], hidden[~rows]
+        if replies:
+            self._draw(replies, hidden)
+
+    def _draw(self, replies: list[_Reply], hidden: Tensor, **without_eos: Tensor) -> None:
         keys = torch.tensor([[reply.seed, len(reply.ids)] for reply in replies], device=hidden.device)
-        early = [len(reply.ids) < self._minimum for reply in replies]
-        ids, logprobs = draw(
-            hidden, self._head, keys, temperature=self._temperature, banned=self._eos_ids if any(early) else (),
-            banned_rows=torch.tensor(early, device=hidden.device),
-        )  # fmt: skip
+        try:
+            ids, logprobs, *kept = ops.linear_sample(
+                hidden, self._weight, keys=keys, return_kept=self._cuts, **self._arguments | without_eos
+            )
+        except ValueError as error:  # every argument has been checked: a row without a distribution
+            raise FloatingPointError(f"the model has no next token to give: {error}") from error
+        if kept:
+            counts = (kept[0] >= 0).sum(1).tolist()
+            narrow = kept[0][:, : max(counts)].to(torch.int32)
+            for reply, row, count in zip(replies, narrow, counts, strict=True):
+                reply.kept.append(row[:count])
         for reply, token, logprob in zip(replies, ids.tolist(), logprobs.tolist(), strict=True):
             reply.ids.append(token)
             reply.logprobs.append(logprob)
@@ -219,7 +259,9 @@ class _Sampler:
     def ended(self, reply: _Reply) -> bool:
         """By EOS, by a stop string, or at the limit; the first two make it finished."""
         reply.finished = reply.ids[-1] in self._eos_ids or (
-            self._stop_strings is not None and len(reply.ids) >= self._minimum and self._stop_strings.end(reply.ids)
+            self._stop_strings is not None
+            and len(reply.ids) >= self._min_new_tokens
+            and self._stop_strings.end(reply.ids)
         )
         return reply.finished or len(reply.ids) == reply.limit
 
@@ -236,22 +278,32 @@ def _rollout(replies: list[_Reply], pad_id: int, device: torch.device) -> Rollou
         response_mask=torch.arange(width) < lengths[:, None],
         logprobs=logprobs,
         finished=torch.tensor([reply.finished for reply in replies]),
+        kept_ids=_padded_sets([reply.kept for reply in replies], width),
     )
     return rollout.to(device)
+
+
+def _padded_sets(sets: list[list[Tensor]], width: int) -> Tensor | None:
+    """int64 [B, width, widest set], filled up with -1; None if nothing was cut."""
+    widest = max((len(kept) for row in sets for kept in row), default=0)
+    if not widest:
+        return None
+    padded = torch.full((len(sets), width, widest), -1, dtype=torch.int64)
+    for row, kept_sets in enumerate(sets):
+        for t, kept in enumerate(kept_sets):
+            padded[row, t, : len(kept)] = kept
+    return padded
 
 
 def _check_arguments(
     prompt_ids: list[list[int]],
     limits: list[int],
     seeds: Sequence[int],
-    temperature: float,
     min_new_tokens: int,
     slots: int | None,
 ) -> None:
     if min((len(ids) for ids in prompt_ids), default=0) == 0:
         raise ValueError(f"prompt_ids must hold prompts of at least one token, got {prompt_ids}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
     for name, values in (("max_new_tokens", limits), ("seeds", seeds)):
         if len(values) != len(prompt_ids):
             raise ValueError(f"{name} must hold one number per prompt, {len(prompt_ids)}, got {len(values)}")
@@ -263,8 +315,22 @@ def _check_arguments(
         raise ValueError(f"slots must be >= 1, got {slots}")
 
 
+def _check_cut(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
+    if top_k is not None and not 1 <= top_k <= MOST_KEPT:
+        raise ValueError(f"top_k must be from 1 to {MOST_KEPT}, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+
+
 def _check_model(
-    actor: Actor, head: Head, prompt_ids: list[list[int]], limits: list[int], eos_ids: tuple[int, ...]
+    actor: Actor,
+    head: Head,
+    prompt_ids: list[list[int]],
+    limits: list[int],
+    min_new_tokens: int,
+    eos_ids: tuple[int, ...],
 ) -> None:
     check_cache(actor.model)
     context = getattr(actor.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -274,6 +340,8 @@ def _check_model(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens {limit} don't fit the model's context of "
                 f"{context}"
             )
+    if min_new_tokens and head.softcap is not None:  # which would bring the -inf of a banned token back
+        raise ValueError("min_new_tokens needs a head without softcap; leave it at 0 for this model")
     vocabulary = head.weight.shape[0]
     for name, ids in (("prompt_ids", [token for prompt in prompt_ids for token in prompt]), ("eos_ids", eos_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:

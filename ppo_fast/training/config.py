@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_fast.errors import UserError
+from ppo_fast.rollout.generate import MOST_KEPT
 
 SEEDS = 2**32
 """How many seeds there are: NumPy takes no larger ones, and set_seed gives it the same one."""
@@ -75,6 +76,12 @@ class PPOConfig:
     """New tokens at most, EOS included."""
     temperature: float = 0.7
     """Divides the logits in sampling and in every log-prob, the reference's too; never the values."""
+    top_k: int | None = None
+    """Draw from the k most probable tokens alone, 1024 at most; None: from all. Every log-prob, the reference's too, is
+    then that of the distribution on the tokens that were kept at sampling."""
+    top_p: float | None = None
+    """Draw from the fewest tokens that together hold this share of the probability (of top_k's, 1024 if it isn't set);
+    None: from all. Log-probs as under top_k."""
     stop_strings: list[str] | None = None
     """Texts that end a reply like an EOS token. Their tokens belong to the reply, and are trained on."""
     rollout_slots: int | None = None
@@ -181,6 +188,10 @@ class PPOConfig:
         self._require(("gamma", "lam"), lambda value: 0 <= value <= 1, "between 0 and 1")
         self._require(_POSITIVE_OR_NULL, lambda value: value is None or value > 0, "above 0, or null")
         self._require(("cliprange",), lambda value: 0 < value < 1, "between 0 and 1")
+        self._require(
+            ("top_k",), lambda value: value is None or 1 <= value <= MOST_KEPT, f"from 1 to {MOST_KEPT}, or null"
+        )
+        self._require(("top_p",), lambda value: value is None or 0 < value <= 1, "above 0 and at most 1, or null")
         self._require(
             ("stop_strings",), lambda texts: texts is None or (texts and all(texts)), "texts, none of them empty"
         )

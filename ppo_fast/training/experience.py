@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppo_fast import ops
 from ppo_fast.models.roles import Actor, Roles
-from ppo_fast.models.tokens import TokenBatch
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
 from ppo_fast.training.config import PPOConfig
@@ -62,12 +61,18 @@ def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -
     yield from torch.arange(start, start + count, device=device).split(size)
 
 
-def policy_logprobs(actor: Actor, batch: TokenBatch, temperature: float) -> Tensor:
-    """Log-probs [B, T] of the reply tokens under ``actor``, at the sampling temperature."""
+def policy_logprobs(actor: Actor, batch: Rollout, temperature: float) -> Tensor:
+    """Log-probs [B, T] of the reply tokens under ``actor``, at the sampler's temperature and on its kept sets."""
     hidden = actor.hidden(batch)
     head = actor.head
     return ops.linear_selected_logprobs(
-        hidden, head.weight, batch.response_ids, mask=batch.response_mask, temperature=temperature, **head.kwargs()
+        hidden,
+        head.weight,
+        batch.response_ids,
+        mask=batch.response_mask,
+        temperature=temperature,
+        kept_ids=batch.kept_ids,
+        **head.kwargs(),
     )
 
 

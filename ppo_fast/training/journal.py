@@ -140,6 +140,8 @@ def identity(
         "rewards": list(rewards),
         "sampling": {
             "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
             "response_length": args.response_length,
             "eos_ids": list(eos_ids),
             "stop_strings": args.stop_strings,

@@ -212,17 +212,18 @@ class PPOTrainer:
     ) -> Rollout:
         args = self.args
         seeds = torch.randint(2**62, (len(prompt_ids),), generator=generator).tolist()
-        rollout = generate(
-            actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature, eos_ids=self.eos_ids,
-            pad_id=self.pad_id, seeds=seeds, slots=args.rollout_slots, stop_strings=self._stop_strings,
-            dtype=None if args.rollout_dtype is None else DTYPES[args.rollout_dtype], on_tokens=report,
-        )  # fmt: skip
-        if not torch.isfinite(rollout.logprobs).all():
+        try:
+            return generate(
+                actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature,
+                top_k=args.top_k, top_p=args.top_p, eos_ids=self.eos_ids, pad_id=self.pad_id, seeds=seeds,
+                slots=args.rollout_slots, stop_strings=self._stop_strings,
+                dtype=None if args.rollout_dtype is None else DTYPES[args.rollout_dtype], on_tokens=report,
+            )  # fmt: skip
+        except FloatingPointError as error:
             raise UserError(
-                f"the policy has diverged: after {self.state.global_step} iterations its log-probs aren't finite; "
+                f"the policy has diverged: after {self.state.global_step} iterations its logits aren't finite; "
                 "lower learning_rate, and go on from a checkpoint before that"
-            )
-        return rollout
+            ) from error
 
     def _score(self, prompts: list[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
         completion_ids = rollout.completion_ids()

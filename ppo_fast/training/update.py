@@ -122,7 +122,7 @@ def _backward(
         clip_low=clip_low, clip_high=clip_high, dual_clip=config.dual_clip, objective=config.objective,
         entropy_coef=config.entropy_coef, ref_logprobs=batch.ref_logprobs if in_loss else None,
         kl_coef=kl_coef if in_loss else 0.0, kl_estimator=config.kl_estimator, aggregation=config.aggregation,
-        normalizer=normalizer, temperature=config.temperature, **head.kwargs(),
+        normalizer=normalizer, temperature=config.temperature, kept_ids=batch.rollout.kept_ids, **head.kwargs(),
     )  # fmt: skip
     shares_body = roles.critic.shares_policy
     if not shares_body:

@@ -22,7 +22,11 @@ def rollout() -> Rollout:
     replies = torch.tensor([reply + [0] * (4 - len(reply)) for reply in REPLIES])
     mask = torch.tensor([[t < len(reply) for t in range(4)] for reply in REPLIES])
     logprobs = torch.where(mask, -torch.arange(1.0, 17.0).view(4, 4), 0.0)
-    return Rollout(torch.cat([ids, replies], 1), prompt_mask, mask, logprobs, torch.tensor(FINISHED))
+    # Sets of one to three tokens, the reply's own first.
+    kept = torch.tensor([[[replies[b, t], 50, 51] for t in range(4)] for b in range(4)])
+    sizes = torch.tensor([[1, 3, 1, 1], [2, 1, 1, 2], [1, 1, 1, 1], [2, 2, 2, 1]])
+    kept = kept.where(mask[..., None] & (torch.arange(3) < sizes[..., None]), -1)
+    return Rollout(torch.cat([ids, replies], 1), prompt_mask, mask, logprobs, torch.tensor(FINISHED), kept)
 
 
 def test_pad_prompts():
@@ -63,6 +67,14 @@ def test_rows_are_cut_to_the_widest_among_them(rows, prompt, reply, rollout):
     for new, old in enumerate(rows):
         assert cut.token_ids[new, :prompt][cut.prompt_mask[new]].tolist() == PROMPTS[old]
         assert cut.logprobs[new].tolist() == rollout.logprobs[old, :reply].tolist()
+        widest = cut.kept_ids.shape[2]
+        assert cut.kept_ids[new].tolist() == rollout.kept_ids[old, :reply, :widest].tolist()
+        assert (rollout.kept_ids[old, :, widest:] == -1).all()
+    assert (cut.kept_ids >= 0).sum(2).max() == widest
+
+
+def test_rows_of_a_rollout_without_kept_sets(rollout):
+    assert dataclasses.replace(rollout, kept_ids=None).rows(torch.tensor([1])).kept_ids is None
 
 
 def test_all_rows_in_order_are_the_rollout(rollout):

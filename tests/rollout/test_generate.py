@@ -403,13 +403,15 @@ def test_the_cache_grows(tiny_model, monkeypatch):
 # Ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_eos_is_excluded_before_min_new_tokens(tiny_model):
+@pytest.mark.parametrize("family", ["llama", "granite", "phi"])
+def test_eos_is_excluded_before_min_new_tokens(family, tiny_model):
     """And log-probs there are those of the distribution without it."""
-    actor = Actor(tiny_model())
+    actor = Actor(tiny_model(family))
     eos = _common_eos(actor, 1.0)
     free = _sample(actor, eos_ids=(eos,))
     rollout = _sample(actor, eos_ids=(eos,), min_new_tokens=9)
-    assert int(free.lengths.min()) < 9 < int(rollout.lengths.min())
+    assert any(eos in ids[:9] for ids in free.completion_ids())
+    assert int(rollout.lengths.min()) > 9
     for row, reply in enumerate(rollout.completion_ids()):
         with torch.no_grad():
             logits = actor.model(input_ids=torch.tensor([PROMPTS[row] + reply])).logits[0, len(PROMPTS[row]) - 1 : -1]
@@ -439,6 +441,28 @@ def test_stop_strings(tiny_model, tiny_tokenizer):
 def test_bad_stop_strings(strings, tiny_tokenizer):
     with pytest.raises(ValueError, match="strings must hold texts"):
         StopStrings(tiny_tokenizer, strings)
+
+
+# Top-k and top-p -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}])
+def test_kept_sets_are_what_was_drawn_from(cut, tiny_model):
+    """Log-probs are those of a full forward on the stored set, which is that of a sort in float64."""
+    actor = Actor(tiny_model())
+    rollout = _sample(actor, eos_ids=(), **cut, temperature=0.9, slots=2)
+    for row, reply in enumerate(rollout.completion_ids()):
+        with torch.no_grad():
+            logits = actor.model(input_ids=torch.tensor([PROMPTS[row] + reply])).logits[0, len(PROMPTS[row]) - 1 : -1]
+        for t, token in enumerate(reply):
+            p, order = (logits[t].double() / 0.9).softmax(-1).sort(descending=True)
+            p = p[: cut.get("top_k")] / p[: cut.get("top_k")].sum()
+            p = p[: int((p.cumsum(0) < cut.get("top_p", 1)).sum()) + 1]
+            kept = rollout.kept_ids[row, t][rollout.kept_ids[row, t] >= 0].tolist()
+            assert sorted(kept) == sorted(order[: len(p)].tolist())
+            expected = p[order.tolist().index(token)] / p.sum()
+            assert float(rollout.logprobs[row, t]) == pytest.approx(float(expected.log()), abs=2e-5)
+    assert _sample(actor).kept_ids is None
 
 
 # Packed weights --------------------------------------------------------------------------------------------------
@@ -505,6 +529,9 @@ def test_layers_are_as_before_afterwards(tiny_model):
         ({"temperature": -0.1}, "temperature must be >= 0 and finite, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be >= 0 and finite, got nan"),
         ({"temperature": float("inf")}, "temperature must be >= 0 and finite, got inf"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p must lie in \(0, 1\], got 1.1"),
+        ({"top_k": 0}, "top_k must be from 1 to 1024, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
         ({"max_new_tokens": [4]}, "max_new_tokens must hold one number per prompt, 2, got 1"),
         ({"max_new_tokens": 127}, "a prompt of 2 tokens and max_new_tokens 127 don't fit the model's context of 128"),
@@ -525,6 +552,11 @@ def test_bad_input(changed, message, tiny_model):
     generate(actor, **good)
     with pytest.raises(ValueError, match=message):
         generate(actor, **{**good, **changed})
+
+
+def test_min_new_tokens_under_a_softcap(tiny_model):
+    with pytest.raises(ValueError, match="min_new_tokens needs a head without softcap"):
+        _sample(Actor(tiny_model("gemma2")), min_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ VARIANTS = {
         {"trainer": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")}},
         {},
     ),
+    "cut": ({}, {"top_p": 0.7, "rollout_slots": 3}),
     "adaptive_kl": ({}, {"kl_target": 0.01, "kl_horizon": 64, "lr_scheduler_type": "cosine"}),
 }
 

@@ -256,3 +256,37 @@ def test_sampling_settings_of_the_model_are_overridden_with_a_word(make_trainer,
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_top_k)
     make_trainer()
     assert "generation_config sets {'top_k': 7, 'repetition_penalty': 1.3}, which is not applied" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"top_k": 5},
+        {"top_p": 0.6, "old_logprobs": "rescored"},
+        {"top_k": 20, "top_p": 0.8, "kl_in": "loss", "kl_estimator": "k3"},
+        {"rollout_slots": 3, "stop_strings": ["the", "cold door"]},
+        {"rollout_dtype": "bfloat16", "step0_p99": 0.2},  # few layers with large weights: errors are, too
+    ],
+)
+def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
+    """The step-0 check refuses a run whose log-probs aren't the sampler's; the first iteration has no KL."""
+    make_trainer(total_episodes=16, **config).train()
+    first, second = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    exact = "rollout_dtype" not in config
+    assert first["rollout/logp_diff_max"] < (1e-5 if exact else 0.5)
+    assert abs(first["objective/kl"]) < (1e-4 if exact else 1)
+    assert second["objective/kl"] != first["objective/kl"]
+    record = json.loads((tmp_path / "run" / "run_record.json").read_text())
+    sampling = record["sampling"]
+    assert (sampling["top_k"], sampling["top_p"]) == (config.get("top_k"), config.get("top_p"))
+    rows = [json.loads(line) for path in (tmp_path / "run" / "completions").iterdir() for line in path.open()]
+    if "stop_strings" in config:
+        assert any("the" in row["completion"] for row in rows)
+        assert all(row["finished"] for row in rows if "the" in row["completion"])
+        assert all(row["completion"].split().count("the") <= 1 for row in rows)
+
+
+def test_a_model_that_cannot_generate_is_refused_at_once(make_trainer, tiny_model, monkeypatch):
+    monkeypatch.setattr(type(tiny_model()), "_is_stateful", True)
+    with pytest.raises(UserError, match="remembers more than keys and values"):
+        make_trainer()
