@@ -1,6 +1,7 @@
 """The functional API: every op of PPO on language models, for CPU and GPU tensors. One file per op."""
 
 from ppo_fast.ops._backends import backends
+from ppo_fast.ops.decode_attention import decode_attention
 from ppo_fast.ops.gae import gae
 from ppo_fast.ops.group_advantages import group_advantages
 from ppo_fast.ops.linear_ppo_loss import linear_ppo_loss
@@ -19,6 +20,7 @@ __all__ = [
     "PackedWeight",
     "ValueStats",
     "backends",
+    "decode_attention",
     "gae",
     "group_advantages",
     "linear_ppo_loss",

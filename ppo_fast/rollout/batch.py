@@ -36,8 +36,9 @@ class Rollout(TokenBatch):
 
     def to(self, device: torch.device) -> Rollout:
         """All tensors on ``device``."""
-        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Rollout(**{name: x if x is None else x.to(device) for name, x in tensors.items()})
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+        return Rollout(**moved)
 
 
 def _narrowed(kept_ids: Tensor) -> Tensor:

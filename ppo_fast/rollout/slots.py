@@ -47,6 +47,7 @@ class Pass:
         self.end = end
         self.from_the_start = end == length  # reads nothing but what it writes
         self.positions = first[:, None] + torch.arange(length, device=first.device)  # [n, length]
+        self.lengths = first + length  # [n]
         self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
         self._cells: dict[tuple[int, int], Tensor] = {}
 
@@ -197,6 +198,12 @@ def attend(
     """
     now = _CURRENT.get()
     n, heads, length, _ = query.shape
+    if now.running and query.device.type == "cpu":
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = torch.ops.ppo_fast.decode_attention.default(
+            query, key, value, now.lengths, scale, sliding_window or 0, softcap or 0.0
+        )
+        return out[:, None], None
     key_heads = key.shape[1]
     if length == 1:
         query = query.view(n, key_heads, heads // key_heads, -1)
