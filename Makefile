@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest
 # The bench's peers, TRL among them, have an environment of their own, laid over the project's: they share its torch.
 PEERS := .venv-peers
 
-.PHONY: demo test test-long test-trl bench bench-quick bench-iteration bench-trl fuzz sanitize lint clean
+.PHONY: demo test test-long test-trl bench bench-quick bench-iteration bench-trl bench-rollout fuzz sanitize lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -54,6 +54,9 @@ bench-trl: $(STAMP)-demo $(PEERS)/installed
 
 bench-iteration: $(STAMP)-demo
 	$(BIN)/python bench/bench_iteration.py
+
+bench-rollout: $(STAMP)-demo
+	$(BIN)/python bench/bench_rollout.py $(BENCH)
 
 bench-quick: BENCH := --quick
 bench-quick: bench

@@ -35,7 +35,7 @@ MOST_SLOTS = 64
 MOST_KEPT = 1024
 """Tokens that top-k and top-p leave at most: each is stored with its position, and scored again in training."""
 
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = 192
 """Prompt tokens in one pass. The products gain nothing from more, and activations take memory."""
 
 
