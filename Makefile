@@ -3,6 +3,7 @@
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
 # make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
+# make bench-rollout   rollouts against transformers' generate: speed and memory (15 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
 # make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 # Each makes .venv if there is none, installs what is missing, builds the extension, and runs.

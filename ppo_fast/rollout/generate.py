@@ -60,10 +60,11 @@ def generate(
     """One reply to each prompt, sampled from ``softmax(logits / temperature)``, cut by top-k, then by top-p.
 
     Token ``t`` of a reply is decided by its prompt, its own key ``(seed, t)`` and the weights. The other prompts, their
-    number and order, how many slots there are and who shares a batch with whom enter through rounding only: the
-    attention's products, and what PyTorch computes where our kernels don't run, round differently at other shapes. Two
-    tokens closer than that (some 1e-6 of a logit in float32) may then change places, and the reply goes on from there.
-    One call repeated gives the same bits, with the same number of threads.
+    number and order, how many slots there are and who shares a batch with whom enter through rounding alone: our
+    kernels (linear layers, a decode step's attention, the draw) give a row the same bits in any company, PyTorch's
+    operations between them and its attention over prompts don't always. Two tokens closer than that (some 1e-6 of a
+    logit in float32) may then change places, and the reply goes on from there. One call repeated gives the same bits,
+    with the same number of threads.
 
     Args:
         actor: whose distribution is sampled.

@@ -13,6 +13,7 @@ import bench_linear_ppo_loss
 import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_ppo_loss
+import bench_rollout
 import bench_selected_logprobs
 import bench_small_linear
 import head
@@ -300,3 +301,15 @@ def test_readme_and_plot_are_made_of_the_json(tmp_path):
     assert [point[0] for point in plots.series(result["cases"], "V")["eager"]] == [32000, 151936]
     plots.scaling(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+# -------------------------------------------------------------------------------------------------------------- rollout
+
+
+def test_every_rollout_bar_has_its_case():
+    cases = {case.key: {variant.name for variant in case.variants} for case in bench_rollout.CASES}
+    assert {bar.case for bar in bench_rollout.BARS} == cases.keys()
+    assert all({bar.of, *bar.to} <= cases[bar.case] for bar in bench_rollout.BARS)
+    lengths = bench_rollout.drawn_lengths(2000)
+    assert max(lengths) == 256
+    assert 30 <= sorted(lengths)[1000] <= 34
