@@ -72,7 +72,6 @@ def test_one_sampled_log_ratio_can_be_negative_and_their_expectation_is_the_kl(d
     new = row([0.25, 0.25, 0.25, 0.50], dtype).log()
     kl = 0.5 * math.log(2.0) + 0.25 * math.log(0.5)
     _, stats = ops.ppo_loss(new, old, torch.zeros_like(old), LIVE)
-    exact(stats.log_ratios, [[-math.log(2.0), -math.log(2.0), 0.0, math.log(2.0)]])  # new - old, both signs
     exact(stats.approx_kl_k1, kl)
     exact(stats.approx_kl_k3, kl)  # its control variate r - 1 has mean 0 under old
     exact(stats.ratio_mean, 1.0)
@@ -234,7 +233,6 @@ def test_first_evaluation_ratio_is_exactly_1(dtype):
     _, stats = ops.ppo_loss(old, old.clone(), row(ADVANTAGES, dtype), LIVE)
     assert stats.ratio_mean.item() == 1.0
     assert stats.ratio_var.item() == 0.0
-    assert torch.equal(stats.log_ratios, torch.zeros_like(stats.log_ratios))
 
 
 def test_log_prob_gap_of_0_02_is_ratio_1_0202(dtype, exact, printed, surrogate):
