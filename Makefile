@@ -36,11 +36,12 @@ demo: $(STAMP)-demo
 
 test: $(STAMP)-dev lint
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 -m "not long" --ignore=tests/kernels
-	$(PYTEST) -q tests/kernels/aot
-	TRITON_INTERPRET=1 $(PYTEST) -q tests/kernels/interpret
+	$(PYTEST) -q -m "not long" tests/kernels/aot
+	TRITON_INTERPRET=1 $(PYTEST) -q -m "not long" tests/kernels/interpret
 
 test-long: $(STAMP)-dev
 	$(PYTEST) -q -m long
+	TRITON_INTERPRET=1 $(PYTEST) -q -m long tests/kernels/interpret
 
 test-trl: $(STAMP)-dev $(PEERS)/installed
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q -n 2 tests/integrations

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-from ppo_fast.kernels import common, gae, ppo_loss, selected_logprobs, value_loss
+from ppo_fast.kernels import common, gae, head_scores, linear_head, ppo_loss, selected_logprobs, value_loss
 
 if triton.knobs.runtime.interpret:
     pytest.skip("needs a process without TRITON_INTERPRET, run by make test", allow_module_level=True)
@@ -42,7 +42,7 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-MODULES = (selected_logprobs, gae, ppo_loss, value_loss, common)
+MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, common)
 
 
 class Launch(NamedTuple):
@@ -140,13 +140,34 @@ def value_launches(stat: torch.dtype, *, optional: bool) -> list[Launch]:
     return record(lambda: value_loss.value_loss(x, x, x, mask, weights, 0.2 if optional else None))
 
 
+def head_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64, gradient: bool = False) -> list[Launch]:
+    """Of scoring n tokens by `head_scores`, or of both row kernels around the vendor's products."""
+    V, stat = 5008, torch.float64 if dtype == torch.float64 else torch.float32
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    ids, row = torch.empty(n, dtype=torch.int64), torch.zeros(n, dtype=stat)
+    bias, temperature = (torch.empty(V, dtype=stat), row) if optional else (None, None)
+    softcap, scale = (30.0, 0.5) if optional else (None, 1.0)
+    logits = torch.empty(n, V, dtype=stat) if gradient else None
+
+    def call() -> None:
+        results = linear_head.head_forward(hidden, weight, bias, ids, temperature, softcap, scale, logits, optional)
+        if logits is not None:
+            e = row if optional else None
+            d_weight = torch.zeros(V, H, dtype=stat)
+            linear_head.head_backward(
+                hidden, weight, ids, temperature, softcap, scale, logits, *results, row, e, True, d_weight, None
+            )
+
+    return record(call)
+
+
 class Variant(NamedTuple):
     launch: Launch
     everywhere: bool
 
 
 def variants() -> dict[str, Variant]:
-    """What dispatch can choose, by name, each compiled code once.
+    """What dispatch can choose on the chip at hand, by name, each compiled code once.
 
     All targets get each kernel in each dtype with every optional argument; sm_90 gets float32 and bfloat16 in the other
     shapes as well: without optional arguments, other objectives and estimators, small blocks, unaligned rows.
@@ -175,6 +196,22 @@ def variants() -> dict[str, Variant]:
         add(name, gae_launches(stat, 4000, optional=True), everywhere=True)
         add(name, loss_launches(stat, 0, 3, optional=True), everywhere=True)
         add(f"{name}-value", value_launches(stat, optional=True), everywhere=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        add(name, head_launches(200, dtype, optional=True), everywhere=dtype != torch.float16)
+        add(f"{name}-few", head_launches(16, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        if dtype == torch.float16:  # else the code of bfloat16, but for the type of the operands
+            continue
+        add(f"{name}-plain", head_launches(200, dtype, optional=False))
+        add(f"{name}-odd", head_launches(200, dtype, optional=True, H=65))
+        add(f"{name}-head-plain", head_launches(16, dtype, optional=False, gradient=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = f"{str(dtype).removeprefix('torch.')}-head"
+        add(name, head_launches(16, dtype, optional=True, gradient=True), everywhere=dtype != torch.float16)
+    add("float64-head", head_launches(16, torch.float64, optional=True, gradient=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        add("tf32", head_launches(200, torch.float32, optional=True))
     stat = torch.float32
     add("plain", gae_launches(stat, 48, optional=False))
     add("plain", loss_launches(stat, 0, 3, optional=False))
@@ -184,13 +221,15 @@ def variants() -> dict[str, Variant]:
     return table
 
 
-LAUNCHES = variants()
-CASES = [
-    (name, target)
-    for target in TARGETS
-    for name, variant in LAUNCHES.items()
-    if variant.everywhere or target == "sm_90"
-]
+def launches_on(target: str) -> dict[tuple[str, str], Launch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_scores, "chip", lambda device: target)
+        table = variants()
+    return {(name, target): x.launch for name, x in table.items() if x.everywhere or target == "sm_90"}
+
+
+LAUNCHES = {case: launch for target in TARGETS for case, launch in launches_on(target).items()}
+CASES = list(LAUNCHES)
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +245,9 @@ def compiled(
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield {
-            (name, target): pool.submit(triton.compile, source(launch), TARGETS[target][0], launch.options)
-            for name, target in CASES
-            if (name, target) in chosen
-            for launch in (LAUNCHES[name].launch,)
+            case: pool.submit(triton.compile, source(launch), TARGETS[case[1]][0], launch.options)
+            for case, launch in LAUNCHES.items()
+            if case in chosen
         }
 
 
@@ -231,16 +269,24 @@ def resources(kernel: CompiledKernel, folder: Path) -> Resources:
 
 @pytest.mark.parametrize("case", CASES, ids=["-".join((target, name)) for name, target in CASES])
 def test_compiles_without_spills_and_fits(
-    compiled: dict[tuple[str, str], Future[CompiledKernel]], case: tuple[str, str], tmp_path: Path
+    compiled: dict[tuple[str, str], Future[CompiledKernel]],
+    case: tuple[str, str],
+    tmp_path: Path,
+    resource_table: list[tuple[str, str, int, int, int]],
 ) -> None:
     kernel = compiled[case].result()
-    assert kernel.metadata.shared <= TARGETS[case[1]][1] * 1024
+    shared = kernel.metadata.shared
+    assert shared <= TARGETS[case[1]][1] * 1024
     if case[1] == "gfx942":
+        counted = re.search(r"\.vgpr_count:\s*(\d+)", kernel.asm["amdgcn"])
+        assert counted is not None
         # Scalar registers may overflow into lanes of vector ones, which is cheap; nothing may go to memory.
         spilled = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])
+        resource_table.append((*case, int(counted.group(1)), shared, max(map(int, spilled))))
         assert spilled == ["0", "0"]
     else:
         used = resources(kernel, tmp_path)
+        resource_table.append((*case, used.registers, shared, used.stack))
         assert used.stack == 0
         assert used.local == 0
 
@@ -255,7 +301,7 @@ def test_rows_of_logits_are_read_as_the_launch_configuration_assumes(
     compiled: dict[tuple[str, str], Future[CompiledKernel]], case: tuple[str, str], tmp_path: Path
 ) -> None:
     """16 columns a lane in loads of 16 bytes, and registers for three resident programs of 8 warps."""
-    launch = LAUNCHES[case[0]].launch
+    launch = LAUNCHES[case]
     lanes = 32 * launch.options["num_warps"]
     columns = launch.arguments["BLOCK_V"] // lanes
     assert (lanes, columns) == (256, 16)
@@ -287,3 +333,5 @@ def test_lengths_and_batch_sizes_do_not_recompile() -> None:
         x = torch.empty(B, T)
         by_batch += record(lambda x=x: value_loss.value_loss(x, x, x, mask, weights, 0.2))
     assert len({describe(launch) for launch in by_batch}) == 2  # the loss and the adding up
+    heads = [head_launches(n, torch.bfloat16, optional=True) for n in (17, 32, 129, 256)]
+    assert len({describe(launch) for launches in heads for launch in launches}) == 2  # products, and the adding up
