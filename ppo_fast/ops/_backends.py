@@ -33,6 +33,8 @@ _TRITON = {
     "value_loss": "value_loss",
     "_head_forward": "linear_head",
     "_head_backward": "linear_head",
+    "_kept_forward": "kept",
+    "_kept_backward": "kept",
 }
 _ISA_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}
 _BEST = -1

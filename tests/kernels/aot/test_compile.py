@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-from ppo_fast.kernels import common, gae, head_scores, linear_head, ppo_loss, selected_logprobs, value_loss
+from ppo_fast.kernels import common, gae, head_scores, kept, linear_head, ppo_loss, selected_logprobs, value_loss
 
 if triton.knobs.runtime.interpret:
     pytest.skip("needs a process without TRITON_INTERPRET, run by make test", allow_module_level=True)
@@ -42,7 +42,7 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, common)
+MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, kept, common)
 
 
 class Launch(NamedTuple):
@@ -161,6 +161,25 @@ def head_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64, gr
     return record(call)
 
 
+def kept_launches(dtype: torch.dtype, *, optional: bool) -> list[Launch]:
+    n, K, H, V, stat = 4, 64, 896, 5008, torch.float64 if dtype == torch.float64 else torch.float32
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    ids, kept_ids, row = (
+        torch.empty(n, dtype=torch.int64),
+        torch.zeros(n, K, dtype=torch.int64),
+        torch.empty(n, dtype=stat),
+    )
+    bias, extra, softcap = (torch.empty(V, dtype=stat), row, 30.0) if optional else (None, None, None)
+    d_weight = torch.empty(V, H, dtype=stat)
+
+    def call() -> None:
+        middle = ids, extra, kept_ids, softcap, 1.0
+        logits, _, _ = kept.kept_forward(hidden, weight, bias, *middle, optional)
+        kept.kept_backward(row, extra, logits, hidden, weight, *middle, True, d_weight, bias)
+
+    return record(call)
+
+
 class Variant(NamedTuple):
     launch: Launch
     everywhere: bool
@@ -209,6 +228,10 @@ def variants() -> dict[str, Variant]:
         name = f"{str(dtype).removeprefix('torch.')}-head"
         add(name, head_launches(16, dtype, optional=True, gradient=True), everywhere=dtype != torch.float16)
     add("float64-head", head_launches(16, torch.float64, optional=True, gradient=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        name = f"{str(dtype).removeprefix('torch.')}-kept"
+        add(name, kept_launches(dtype, optional=True), everywhere=dtype in (torch.float32, torch.bfloat16))
+    add("bfloat16-kept-plain", kept_launches(torch.bfloat16, optional=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         add("tf32", head_launches(200, torch.float32, optional=True))
