@@ -2,52 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hardware_bfloat16() -> Iterator[None]:
-    """bfloat16 as GPUs have it. The interpreter keeps it as 16-bit integers: it rounds towards zero, and multiplies the
-    integers in tl.dot."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, cast, convert = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
-
-    def rounded(value: Any) -> Any:
-        as_torch = torch.from_numpy(value.data.copy()).to(torch.bfloat16)
-        return TensorHandle(as_torch.view(torch.uint16).numpy(), tl.bfloat16)
-
-    def is_rounding(source: Any, target: Any) -> bool:
-        return source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16
-
-    def widened(self: Any, x: Any) -> Any:
-        return self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            InterpreterBuilder,
-            "create_dot",
-            lambda self, a, b, *rest: dot(self, widened(self, a), widened(self, b), *rest),
-        )
-        patch.setattr(
-            InterpreterBuilder, "cast_impl", lambda self, x, to: rounded(x) if is_rounding(x, to) else cast(self, x, to)
-        )
-        patch.setattr(
-            InterpreterBuilder,
-            "create_fp_to_fp",
-            lambda self, x, to, mode: rounded(x) if is_rounding(x, to) else convert(self, x, to, mode),
-        )
-        yield
 
 
 def max_error(actual: Tensor, exact: Tensor) -> float:
