@@ -1,7 +1,7 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
-# bench/gpu.sh  the same question put to a CUDA machine; --dry runs what of it a CPU can
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
+#             bench/gpu.sh puts the same question to a CUDA machine; --dry runs what of it a CPU can
 # make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
