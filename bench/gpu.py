@@ -3,6 +3,7 @@
     GEMMs        the head's three products, 16-bit: what the linear ops are measured against
     scoring      log-prob and entropy without gradients
     actor loss   PPO loss with entropy bonus, forward and backward, head frozen and trainable
+    sampling     a decode step's tokens from hidden states
     rows         ops on logits, advantages and log-probs that are there already
     choice       scoring by `head_scores` or through the vendor's GEMM, by number of tokens
     iteration    one PPO iteration of a 7B-shaped model with LoRA, random weights: its peak memory
@@ -344,6 +345,28 @@ def bench_rows(machine: Machine, vocabulary: int) -> Numbers:
     }
 
 
+def bench_sampling(machine: Machine, shape: tuple[int, int, int]) -> dict[str, Numbers]:
+    """One token for each of 64 rows."""
+    x = make_head(machine, shape).first(64)
+    n = len(x.ids)
+    keys = torch.stack([torch.arange(n), torch.zeros(n, dtype=torch.int64)], 1).to(machine.device)
+
+    def eager() -> Result:
+        logprobs = (x.hidden @ x.weight.t()).float().log_softmax(-1)
+        ids = torch.multinomial(logprobs.exp(), 1)
+        return ids, logprobs.gather(1, ids)
+
+    return measure(
+        machine,
+        {
+            "ours": lambda: ops.linear_sample(x.hidden, x.weight, keys=keys),
+            "ours, top-p 0.9": lambda: ops.linear_sample(x.hidden, x.weight, keys=keys, top_p=0.9, max_kept=64),
+            "eager": eager,
+            "GEMM": lambda: x.hidden @ x.weight.t(),
+        },
+    )
+
+
 def bench_choice(machine: Machine, shape: tuple[int, int, int]) -> Numbers:
     """Both ways of scoring by number of tokens; the fused one with its fixed and with the fastest tile."""
     x = make_head(machine, shape)
@@ -436,6 +459,7 @@ def report(results: Numbers) -> None:
             say(f"{shape}: {part}", head[part])
             for bar, value in head[part].get("bars", {}).items():
                 print(f"  {bar}: {value}")
+    say("sampling, 64 rows", results["sampling"])
     for op, rows in results["rows"].items():
         say(op, rows)
     for n, rows in results["choice"]["by tokens"].items():
@@ -460,6 +484,7 @@ def main() -> None:
         results["gpu"] = None if machine.dry else torch.cuda.get_device_name()
         results["heads"] = {" x ".join(map(str, shape)): bench_head(machine, shape) for shape in machine.heads}
         results["rows"] = bench_rows(machine, machine.heads[0][2])
+        results["sampling"] = bench_sampling(machine, machine.heads[0])
         results["choice"] = bench_choice(machine, machine.heads[0])
     run = ROOT / "runs" / f"gpu-{time.strftime('%Y%m%d-%H%M%S')}"
     results["iteration"] = bench_iteration(machine, run)

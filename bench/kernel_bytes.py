@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_fast.kernels import head_scores, kept, ppo_loss, value_loss
+from ppo_fast.kernels import head_scores, kept, linear_sample, ppo_loss, value_loss
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 ID, STAT, WIDE, BOOL = 8, 4, 8, 1  # bytes of an int64 id, a float32, a float64, a mask's element
@@ -82,6 +82,17 @@ def head_score(n: int, H: int, V: int, width: int, tile: head_scores.Tile) -> Co
         n_splits * n * 4 * STAT,
         2 * row_blocks * tile.tokens * n_tiles * tile.columns * depth,
         (n + V) * H * width + n * (ID + STAT + 4 * STAT),
+    )
+
+
+def sample_race(n: int, H: int, V: int, width: int, tile: head_scores.Tile) -> Count:
+    """The GEMM that draws, with temperature, without bias: two keys a row in place of the token's id."""
+    products, n_splits = head_score(n, H, V, width, tile), head_scores.splits(n, V, tile)[0]
+    return Count(
+        products.reads + _blocks(n, tile.tokens) * tile.tokens * n_splits * ID,
+        n_splits * n * 6 * STAT,
+        products.flops,
+        (n + V) * H * width + n * (2 * ID + STAT + ID + 2 * STAT),
     )
 
 
@@ -189,6 +200,8 @@ ROWS: list[tuple[str, str, Callable[[], Count]]] = [
     ("head_scores", f"splits of {N} tokens", lambda: head_combine(N, head_scores.splits(N, V, _TILE)[0])),
     ("head_scores", "GEMM, 256 tokens", lambda: head_score(256, H, V, WIDTH, _TILE)),
     ("head_scores", "GEMM, 16 tokens", lambda: head_score(16, H, V, WIDTH, _FEW)),
+    ("linear_sample", "GEMM, 64 rows", lambda: sample_race(64, H, V, WIDTH, linear_sample._TILES[WIDTH])),
+    ("linear_sample", "GEMM, 16 rows", lambda: sample_race(16, H, V, WIDTH, linear_sample._FEW_TILES[WIDTH])),
     ("kept", "forward", lambda: kept_forward(N, K, H, WIDTH)),
     ("kept", "gradient of logits", lambda: kept_gradient(N, K)),
     ("kept", "d_hidden", lambda: kept_d_hidden(N, K, H, WIDTH)),

@@ -74,6 +74,51 @@ _FUSED_TOKENS = 256
 _COMBINE_ROWS = 32
 
 
+@triton.jit
+def tile_logits(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    row,  # [BLOCK_N] int64, of hidden
+    columns,  # [BLOCK_V], of the vocabulary
+    cap,
+    factor,
+    H,
+    V,
+    hidden_row,
+    hidden_column,
+    weight_row,
+    weight_column,
+    HAS_SOFTCAP: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Logits [BLOCK_N, BLOCK_V] before the temperature, -inf past V."""
+    depth = tl.arange(0, BLOCK_H)
+    column = tl.minimum(columns, V - 1).to(tl.int64)
+    hidden_ptrs = hidden_ptr + row[:, None] * hidden_row + depth.to(tl.int64)[None, :] * hidden_column
+    weight_ptrs = weight_ptr + column[None, :] * weight_row + depth.to(tl.int64)[:, None] * weight_column
+    z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for start in range(0, H, BLOCK_H):
+        step = tl.cast(start, tl.int64)
+        if EVEN_H:
+            a = tl.load(hidden_ptrs + step * hidden_column)
+            b = tl.load(weight_ptrs + step * weight_column)
+        else:
+            inside = start + depth < H
+            a = tl.load(hidden_ptrs + step * hidden_column, mask=inside[None, :], other=0.0)
+            b = tl.load(weight_ptrs + step * weight_column, mask=inside[:, None], other=0.0)
+        z = tl.dot(a, b, z, input_precision=PRECISION)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column)[None, :]
+    z = shaped(z, bias, cap, factor, HAS_SOFTCAP)
+    return tl.where((columns < V)[None, :], z, NEG_INF)
+
+
 @triton.jit(do_not_specialize=["n", "tiles_per_split"])
 def _score_kernel(
     hidden_ptr,  # [n, H], any strides
@@ -105,10 +150,6 @@ def _score_kernel(
     rows = (tl.program_id(0) % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and are not stored.
     row = tl.minimum(rows, n - 1).to(tl.int64)
-    depth = tl.arange(0, BLOCK_H)
-    hidden_ptrs = hidden_ptr + row[:, None] * hidden_row + depth.to(tl.int64)[None, :] * hidden_column
-    depth_ptrs = weight_ptr + depth.to(tl.int64)[:, None] * weight_column
-
     token = tl.load(token_ids_ptr + row)
     temperature = tl.full((BLOCK_N,), 1.0, tl.float32)
     if temperature_ptr is not None:
@@ -124,25 +165,11 @@ def _score_kernel(
     first = split * tiles_per_split
     for tile in range(first, tl.minimum(first + tiles_per_split, tl.cdiv(V, BLOCK_V))):
         columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        column = tl.minimum(columns, V - 1).to(tl.int64)
-        weight_ptrs = depth_ptrs + column[None, :] * weight_row
-        z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for start in range(0, H, BLOCK_H):
-            step = tl.cast(start, tl.int64)
-            if EVEN_H:
-                a = tl.load(hidden_ptrs + step * hidden_column)
-                b = tl.load(weight_ptrs + step * weight_column)
-            else:
-                inside = start + depth < H
-                a = tl.load(hidden_ptrs + step * hidden_column, mask=inside[None, :], other=0.0)
-                b = tl.load(weight_ptrs + step * weight_column, mask=inside[:, None], other=0.0)
-            z = tl.dot(a, b, z, input_precision=PRECISION)
-
-        bias = None
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column)[None, :]
-        z = shaped(z, bias, cap, factor, HAS_SOFTCAP)
-        z = tl.where((columns < V)[None, :], z, NEG_INF)
+        z = tile_logits(
+            hidden_ptr, weight_ptr, bias_ptr, row, columns, cap, factor, H, V,
+            hidden_row, hidden_column, weight_row, weight_column,
+            HAS_SOFTCAP, EVEN_H, PRECISION, BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
         target += tl.sum(tl.where(columns[None, :] == token[:, None], z, 0.0), axis=1)
         new_top = tl.maximum(top, tl.max(z, axis=1))
         base = tl.where(new_top == NEG_INF, 0.0, new_top)
@@ -235,10 +262,21 @@ def tile_for(n: int, weight: Tensor) -> Tile:
     """The fixed configuration for so many tokens."""
     width = weight.element_size()
     tile = _FEW_TILES[width] if n <= _FEW else _TILES.get((chip(weight.device), width), _TILES["other", width])
+    return fitted(tile, weight.shape[1])
+
+
+def fitted(tile: Tile, H: int) -> Tile:
+    """With steps that divide H where there are such: masked and unaligned loads take registers."""
     depth = tile.depth
-    while depth > _MIN_DEPTH and weight.shape[1] % depth:  # masked and unaligned loads take registers
+    while depth > _MIN_DEPTH and H % depth:
         depth //= 2
     return tile._replace(depth=depth)
+
+
+def precision(weight: Tensor) -> str:
+    """How float32 operands are multiplied: as PyTorch's own products are."""
+    tf32 = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if tf32 else "ieee"
 
 
 def splits(n: int, V: int, tile: Tile) -> tuple[int, int]:
@@ -307,7 +345,6 @@ def _score(
     want_entropy = entropy.numel() > 0
     n_splits, tiles_per_split = splits(n, V, tile)
     parts = logprobs.new_empty((n_splits, 4 if want_entropy else 3, n))
-    tf32 = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     with on_device_of(weight):
         _score_kernel[(triton.cdiv(n, tile.tokens) * n_splits,)](
             hidden,
@@ -327,7 +364,7 @@ def _score(
             HAS_SOFTCAP=softcap is not None,
             ENTROPY=want_entropy,
             EVEN_H=H % tile.depth == 0,
-            PRECISION="tf32" if tf32 else "ieee",
+            PRECISION=precision(weight),
             BLOCK_N=tile.tokens,
             BLOCK_V=tile.columns,
             BLOCK_H=tile.depth,

@@ -35,7 +35,10 @@ _TRITON = {
     "_head_backward": "linear_head",
     "_kept_forward": "kept",
     "_kept_backward": "kept",
+    "_draw": "linear_sample",
 }
+# Registered op -> the one inside its plain PyTorch implementation that has the kernel.
+_TRITON_INSIDE = {"linear_sample": "_draw"}
 _ISA_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}
 _BEST = -1
 
@@ -51,6 +54,10 @@ def _is_public(op: str) -> bool:
 def _primitive(op: str) -> str:
     """The op whose path is that of ``op``."""
     return "_head_forward" if op.startswith("linear_") and op != "linear_sample" else op
+
+
+def _has_triton(op: str) -> bool:
+    return op in _TRITON or op in _TRITON_INSIDE
 
 
 @functools.cache
@@ -158,14 +165,13 @@ class Backends:
 
     def _cpu_path(self, op: str) -> str:
         primitive = _primitive(op)
-        if self._override == "eager" or (self._override == "triton" and primitive in _TRITON):
+        if self._override == "eager" or (self._override == "triton" and _has_triton(primitive)):
             return self._override
         return "eager" if self._isa is None or not _has_kernel(primitive, "CPU") else _isa_name(self._isa)
 
     def _cuda_path(self, op: str) -> str:
-        return (
-            "eager" if self._override == "eager" or self._why_not_triton or _primitive(op) not in _TRITON else "triton"
-        )
+        plain = self._override == "eager" or self._why_not_triton or not _has_triton(_primitive(op))
+        return "eager" if plain else "triton"
 
 
 def _register_over(name: str) -> torch.library.Library:
@@ -176,6 +182,8 @@ def _register_over(name: str) -> torch.library.Library:
         if name == "triton":
             for op in _TRITON:
                 library.impl(op, _triton_function(op), "CPU")
+            for op in _TRITON_INSIDE:
+                library.impl(op, EAGER[op], "CPU")
         else:
             for op, function in EAGER.items():
                 for key in ("CPU", "CUDA"):

@@ -28,7 +28,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-from ppo_fast.kernels import common, gae, head_scores, kept, linear_head, ppo_loss, selected_logprobs, value_loss
+from ppo_fast.kernels import (
+    common,
+    gae,
+    head_scores,
+    kept,
+    linear_head,
+    linear_sample,
+    ppo_loss,
+    selected_logprobs,
+    value_loss,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("needs a process without TRITON_INTERPRET, run by make test", allow_module_level=True)
@@ -42,7 +52,7 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, kept, common)
+MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, linear_sample, kept, common)
 
 
 class Launch(NamedTuple):
@@ -180,6 +190,13 @@ def kept_launches(dtype: torch.dtype, *, optional: bool) -> list[Launch]:
     return record(call)
 
 
+def draw_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64) -> list[Launch]:
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(5008, H, dtype=dtype)
+    bias, temperature, softcap = (torch.empty(5008), torch.empty(n), 30.0) if optional else (None, torch.empty(n), None)
+    keys = torch.empty(n, 2, dtype=torch.int64)
+    return record(lambda: linear_sample.draw(hidden, weight, bias, temperature, keys, softcap, 1.0))
+
+
 class Variant(NamedTuple):
     launch: Launch
     everywhere: bool
@@ -228,6 +245,12 @@ def variants() -> dict[str, Variant]:
         name = f"{str(dtype).removeprefix('torch.')}-head"
         add(name, head_launches(16, dtype, optional=True, gradient=True), everywhere=dtype != torch.float16)
     add("float64-head", head_launches(16, torch.float64, optional=True, gradient=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"{str(dtype).removeprefix('torch.')}-draw"
+        add(name, draw_launches(64, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        add(f"{name}-few", draw_launches(16, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        add(f"{name}-plain", draw_launches(64, dtype, optional=False))
+        add(f"{name}-odd", draw_launches(64, dtype, optional=True, H=65))
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         name = f"{str(dtype).removeprefix('torch.')}-kept"
         add(name, kept_launches(dtype, optional=True), everywhere=dtype in (torch.float32, torch.bfloat16))

@@ -135,6 +135,19 @@ def test_kept_sets() -> None:
     near(leaf.grad, d_hidden, d_hidden.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sampling(dtype: torch.dtype) -> None:
+    hidden, weight, _ = head(dtype)
+    keys = torch.stack([torch.full((N,), 3), torch.arange(N)], 1).to(DEVICE)
+    ids, logprobs = ops.linear_sample(hidden, weight, keys=keys)
+    exact = (hidden.double() @ weight.double().T).log_softmax(1).gather(1, ids[:, None])[:, 0]
+    near(logprobs, exact, (hidden.float() @ weight.float().T).log_softmax(1).gather(1, ids[:, None])[:, 0])
+    assert torch.equal(ids, ops.linear_sample(hidden, weight, keys=keys)[0])
+    with ops.backends.force("eager"):
+        plain = ops.linear_sample(hidden, weight, keys=keys)[0]
+    assert int((ids != plain).sum()) <= N // 20  # the best two keys within a rounding
+
+
 def test_rows_of_logits_and_losses() -> None:
     B, T = 4, 50
     logits = 4 * torch.randn(B, T, V, device=DEVICE)

@@ -15,12 +15,22 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 import kernel_bytes as model
-from ppo_fast.kernels import common, gae, head_scores, kept, linear_head, ppo_loss, selected_logprobs, value_loss
+from ppo_fast.kernels import (
+    common,
+    gae,
+    head_scores,
+    kept,
+    linear_head,
+    linear_sample,
+    ppo_loss,
+    selected_logprobs,
+    value_loss,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 MODULES: tuple[ModuleType, ...] = (
-    common, gae, head_scores, kept, linear_head, ppo_loss, selected_logprobs, value_loss,
+    common, gae, head_scores, kept, linear_head, linear_sample, ppo_loss, selected_logprobs, value_loss,
 )  # fmt: skip
 Found = dict[str, list[int]]  # kernel -> bytes read, bytes written, operations in products
 
@@ -117,6 +127,14 @@ def test_scoring(counted: Callable[..., Found], monkeypatch: pytest.MonkeyPatch,
     found = counted(lambda: linear_head.head_forward(hidden, weight, None, ids, torch.ones(n), None, 1.0, None, True))
     assert found["score_kernel"] == as_list(model.head_score(n, H, V, 4, tile))
     assert found["combine_splits_kernel"] == as_list(model.head_combine(n, head_scores.splits(n, V, tile)[0]))
+
+
+def test_drawing(counted: Callable[..., Found]) -> None:
+    n, H, V = 20, 64, 301
+    hidden, weight, keys = torch.randn(n, H), torch.randn(V, H), torch.arange(2 * n).reshape(n, 2)
+    found = counted(lambda: linear_sample.draw(hidden, weight, None, torch.ones(n), keys, None, 1.0))
+    tile = head_scores.fitted(linear_sample._TILES[4], H)
+    assert found["race_kernel"] == as_list(model.sample_race(n, H, V, 4, tile))
 
 
 @pytest.mark.parametrize(("H", "same"), [(33, False), (600, True)])
