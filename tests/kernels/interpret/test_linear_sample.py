@@ -59,7 +59,7 @@ def keyed(z: Tensor, keys: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 257), (20, 64, 1001)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 257), (18, 64, 501)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_draws_are_the_argmax_of_the_keys(
     accurate: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int, int], shaped: bool
@@ -136,7 +136,7 @@ def test_far_logits_keep_their_noise() -> None:
 
 def test_distribution() -> None:
     """Chi-square over 8 tokens of unequal probability."""
-    n, V = 2000, 8
+    n, V = 1500, 8
     z = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -2.0, 1.5, 0.0])
     keys = torch.stack([torch.full((n,), 5), torch.arange(n)], 1)
     ids = kernels.draw(torch.ones(n, 1), z[:, None].contiguous(), None, None, keys, None, 1.0)[0]
