@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -294,7 +295,14 @@ def compiled(
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }
+    parse, one_at_a_time = JITFunction.parse, threading.Lock()
+
+    def locked_parse(kernel: Any) -> Any:
+        with one_at_a_time:  # before Python 3.13 ast.parse fails now and then with threads (gh-106905)
+            return parse(kernel)
+
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        patch.setattr(JITFunction, "parse", locked_parse)
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield {
             case: pool.submit(triton.compile, source(launch), TARGETS[case[1]][0], launch.options)
