@@ -1,6 +1,7 @@
 # make demo   train SmolLM2-135M with PPO on two CPU cores, evaluate it on held-out prompts, write the report
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
+#             bench/gpu.sh puts the same question to a CUDA machine; --dry runs what of it a CPU can
 # make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make bench-rollout   rollouts against transformers' generate: speed and memory (15 minutes)
@@ -37,11 +38,12 @@ demo: $(STAMP)-demo
 
 test: $(STAMP)-dev lint
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 -m "not long" --ignore=tests/kernels
-	$(PYTEST) -q tests/kernels/aot
-	TRITON_INTERPRET=1 $(PYTEST) -q tests/kernels/interpret
+	$(PYTEST) -q -m "not long" tests/kernels/aot
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) -q -n 2 -m "not long" tests/kernels/interpret
 
 test-long: $(STAMP)-dev
 	$(PYTEST) -q -m long
+	TRITON_INTERPRET=1 $(PYTEST) -q -m long tests/kernels/interpret
 
 test-trl: $(STAMP)-dev $(PEERS)/installed
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q -n 2 tests/integrations

@@ -26,6 +26,21 @@ COMPILE = {"enable_fp_fusion": True}
 _COMBINE_ROWS = 32
 
 
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are float32 whatever the input, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chip(device: torch.device) -> str:
+    """Architecture of a GPU, ``sm_90`` or ``gfx942``, say; ``cpu`` where kernels are interpreted."""
+    if device.type == "cpu":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current one, which the dispatcher does not set."""
     return contextlib.nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)

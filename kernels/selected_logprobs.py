@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ppo_fast.kernels.common import COMPILE, LN_2, LOG2_E, NEG_INF, on_device_of
+from ppo_fast.kernels.logits import over
 
 # Columns a program holds at a time, and lanes for them: 16 columns a lane, for 16-bit logits two 16-byte loads in
 # flight a lane, 8 KiB a program. Three programs of 8 warps, for which 80 registers a lane leave room, then cover the 15
@@ -49,13 +50,6 @@ _TRUSTED_LSE = tl.constexpr(128.0)
 def _blocks(vocab: int) -> dict[str, int]:
     block = min(max(triton.next_power_of_2(vocab), _MIN_BLOCK), _MAX_BLOCK)
     return {"BLOCK_V": block, "num_warps": max(block // _COLUMNS_PER_WARP, 1)}
-
-
-@triton.jit
-def _over(x, temperature):
-    """x / temperature, correctly rounded; NaN where no distribution is defined (temperature not above 0)."""
-    quotient = tl.div_rn(x, temperature) if temperature.dtype == tl.float32 else x / temperature
-    return tl.where(temperature > 0, quotient, float("nan"))
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -86,7 +80,7 @@ def _forward_kernel(
 
     row_ptr = logits_ptr + (row // B) * stride_a + (row % B) * stride_b
     temperature = tl.load(temperature_ptr + row)
-    scale = _over(1.0, temperature) * LOG2_E  # exponents are base 2: what the hardware has
+    scale = over(1.0, temperature) * LOG2_E  # exponents are base 2: what the hardware has
     lanes = tl.arange(0, BLOCK_V)
     top = tl.full((), NEG_INF, STAT)
     mass = tl.zeros((BLOCK_V,), STAT)  # sum of e
@@ -111,9 +105,9 @@ def _forward_kernel(
     token_id = tl.load(token_ids_ptr + row)
     known = (token_id >= 0) & (token_id < V)
     selected = tl.load(row_ptr + token_id, mask=known, other=float("nan")).to(STAT)
-    logprob = tl.where(empty & known, NEG_INF, _over(selected - top, temperature) - log_total)
+    logprob = tl.where(empty & known, NEG_INF, over(selected - top, temperature) - log_total)
     tl.store(logprobs_ptr + row, logprob)
-    tl.store(lse_ptr + row, tl.where(empty, NEG_INF, _over(top, temperature) + log_total))
+    tl.store(lse_ptr + row, tl.where(empty, NEG_INF, over(top, temperature) + log_total))
     if entropy_ptr is not None:
         entropy = log_total - LN_2 * (tl.sum(moment, axis=0) / total)
         tl.store(entropy_ptr + row, tl.where(empty, 0.0, entropy))
@@ -170,7 +164,7 @@ def _backward_kernel(
         return
 
     temperature = tl.load(temperature_ptr + row)
-    inverse = _over(1.0, temperature)
+    inverse = over(1.0, temperature)
     scale = inverse * LOG2_E
     base = lse * temperature  # log2 p_j = (x_j - base) * scale - log2_mass
     log2_mass = tl.zeros((), STAT)

@@ -22,7 +22,8 @@ import torch
 
 from ppo_fast.ops._library import EAGER, LIBRARY, NAMESPACE
 
-# Registered op -> module of ppo_fast.kernels that has a function of that name and signature.
+# Registered op -> module of ppo_fast.kernels that has a function of that signature, and that name but for underscores
+# in front.
 _TRITON = {
     "selected_logprobs": "selected_logprobs",
     "selected_logprobs_backward": "selected_logprobs",
@@ -30,7 +31,14 @@ _TRITON = {
     "gae": "gae",
     "ppo_loss": "ppo_loss",
     "value_loss": "value_loss",
+    "_head_forward": "linear_head",
+    "_head_backward": "linear_head",
+    "_kept_forward": "kept",
+    "_kept_backward": "kept",
+    "_draw": "linear_sample",
 }
+# Registered op -> the one inside its plain PyTorch implementation that has the kernel.
+_TRITON_INSIDE = {"linear_sample": "_draw"}
 _ISA_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512_bf16": 3}
 _BEST = -1
 
@@ -43,9 +51,18 @@ def _is_public(op: str) -> bool:
     return not op.startswith("_") and "backward" not in op
 
 
+def _primitive(op: str) -> str:
+    """The op whose path is that of ``op``."""
+    return "_head_forward" if op.startswith("linear_") and op != "linear_sample" else op
+
+
+def _has_triton(op: str) -> bool:
+    return op in _TRITON or op in _TRITON_INSIDE
+
+
 @functools.cache
 def _triton_function(op: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"ppo_fast.kernels.{_TRITON[op]}"), op)
+    return getattr(importlib.import_module(f"ppo_fast.kernels.{_TRITON[op]}"), op.lstrip("_"))
 
 
 def _on_first_call(op: str) -> Callable[..., Any]:
@@ -147,13 +164,14 @@ class Backends:
             self._isa = int(torch.ops.ppo_fast._set_isa(isa))
 
     def _cpu_path(self, op: str) -> str:
-        if self._override == "eager" or (self._override == "triton" and op in _TRITON):
+        primitive = _primitive(op)
+        if self._override == "eager" or (self._override == "triton" and _has_triton(primitive)):
             return self._override
-        primitive = "_head_forward" if op.startswith("linear_") and op != "linear_sample" else op
         return "eager" if self._isa is None or not _has_kernel(primitive, "CPU") else _isa_name(self._isa)
 
     def _cuda_path(self, op: str) -> str:
-        return "eager" if self._override == "eager" or self._why_not_triton or op not in _TRITON else "triton"
+        plain = self._override == "eager" or self._why_not_triton or not _has_triton(_primitive(op))
+        return "eager" if plain else "triton"
 
 
 def _register_over(name: str) -> torch.library.Library:
@@ -164,6 +182,8 @@ def _register_over(name: str) -> torch.library.Library:
         if name == "triton":
             for op in _TRITON:
                 library.impl(op, _triton_function(op), "CPU")
+            for op in _TRITON_INSIDE:
+                library.impl(op, EAGER[op], "CPU")
         else:
             for op, function in EAGER.items():
                 for key in ("CPU", "CUDA"):

@@ -3,9 +3,10 @@
     _head_forward    hidden @ weight.T -> statistics of every row; the logits stay in a workspace if it is given
     _head_backward   the stored logits -> d_hidden of the rows; d_weight and d_bias are added to
 
-They are internal ops, so that a device can bring its own: C++ on CPU (csrc/linear_head.cpp). Layout of the workspace,
-unit of ``peak`` and rounding of the operands are the device's own; a backward runs on the device path of its forward.
-Here they are made of torch operations, tile by tile of vocabulary rows, for every device without kernels.
+They are internal ops, so that a device can bring its own: C++ on CPU (csrc/linear_head.cpp), Triton on GPUs
+(kernels/linear_head.py). Layout of the workspace, unit of ``peak`` and rounding of the operands are the device's own; a
+backward runs on the device path of its forward. Here they are made of torch operations, tile by tile of vocabulary
+rows, for every device without kernels.
 
 Numerics of this implementation. Logits are never rounded to 16 bits: a 16-bit head is multiplied with float32 output
 where the vendor's GEMM offers that (CUDA), else tile by tile after widening the tile, never the whole weight. The
@@ -40,25 +41,28 @@ from ppo_fast.ops._row_math import (
 _CPU_TILE, _TILE = 4096, 16384
 # A workspace holds this many rows or a multiple.
 ROW_MULTIPLE = 32
-# What the stored logits of a chunk may take. GEMMs on accelerators need many more rows to be efficient.
-_CPU_CHUNK_BYTES, _CHUNK_BYTES = 80 << 20, 512 << 20
+# What the stored logits of a chunk may take. GEMMs on accelerators need many more rows to be efficient, and each chunk
+# reads and writes the whole gradient of the weight: 1536 rows there at V = 151,936.
+_CPU_CHUNK_BYTES, _CHUNK_BYTES = 80 << 20, 896 << 20
 # Rows per chunk where nothing is stored. The weight is read, and widened, once per chunk.
-_SCORING_CHUNK = 512
+_CPU_SCORING_CHUNK, _SCORING_CHUNK = 512, 2048
 
 
 class FullVocabulary:
     """The softmax over the whole vocabulary, for ``count`` rows chunk by chunk.
 
     ``chunk_rows`` is the default size of a chunk: chunks of about the same size, of at most as many rows as fit their
-    stored logits into 80 MiB on CPU and 512 MiB elsewhere (`ROW_MULTIPLE` at least); 512 where nothing is stored.
+    stored logits into 80 MiB on CPU and 896 MiB elsewhere (`ROW_MULTIPLE` at least); 512 and 2048 where nothing is
+    stored.
     """
 
     def __init__(self, head: Head, count: int, store: bool, chunk_tokens: int | None) -> None:
         self.head = head
         V = head.weight.shape[0]
-        largest = _SCORING_CHUNK
+        on_cpu = head.weight.device.type == "cpu"
+        largest = _CPU_SCORING_CHUNK if on_cpu else _SCORING_CHUNK
         if store:
-            budget = _CPU_CHUNK_BYTES if head.weight.device.type == "cpu" else _CHUNK_BYTES
+            budget = _CPU_CHUNK_BYTES if on_cpu else _CHUNK_BYTES
             largest = max(1, budget // (V * head.stat_dtype.itemsize * ROW_MULTIPLE)) * ROW_MULTIPLE
         chunks = max(1, -(-count // largest))
         self.chunk_rows = max(1, -(-count // (chunks * ROW_MULTIPLE))) * ROW_MULTIPLE

@@ -2,8 +2,8 @@
 
 `_kept_forward` multiplies a token's hidden state with the K weight rows of its set: logits [n, K], from them log-probs
 and entropy. `_kept_backward` takes the softmax of the logits again and turns it into gradients. Both are registered
-ops: what stands here gathers the rows, a block of tokens at a time, and runs anywhere; csrc/kept.cpp reads them in
-place.
+ops: what stands here gathers the rows, a block of tokens at a time, and runs anywhere; csrc/kept.cpp and
+kernels/kept.py read them in place.
 
 All is computed in the stat dtype, the gradients of the logits too: a row is widened as it is read.
 """
@@ -43,6 +43,9 @@ class KeptSets:
         """Log-probs and entropy of the rows, the sums left out: the backward takes the softmax again."""
         assert rows.kept_ids is not None
         weight, bias, softcap, logit_scale = self.head
+        if rows.kept_ids.is_cuda and visible(rows.kept_ids):  # kernels on a GPU can't raise
+            own = _own_columns(rows.kept_ids, rows.token_ids)
+            _check_kept(rows.kept_ids, rows.token_ids, own, weight.shape[0])
         self.logits, logprobs, entropy = torch.ops.ppo_fast._kept_forward(
             rows.hidden.contiguous(),
             weight,

@@ -64,7 +64,7 @@ def linear_ppo_loss(
     where every argument is explained. The entropy is always in the statistics; with entropy_coef > 0 it has a gradient.
 
     Args:
-        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 512 MiB
+        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 896 MiB
             elsewhere, at least 32. The result does not depend on it but for rounding.
 
     Returns:

@@ -170,8 +170,12 @@ def _eager(
         temperature = hidden.new_ones(hidden.shape[0], dtype=head.stat_dtype)
     greedy = (temperature == 0)[:, None]
     divisor = temperature.masked_fill(greedy[:, 0], 1.0)[:, None]
-    found = _draw_kept(hidden, head, divisor, greedy, keys, top_k, top_p) if top_k else None
-    ids, logprobs, entropy, kept = found or _draw(hidden, head, divisor, greedy, keys)
+    if top_k:
+        ids, logprobs, entropy, kept = _draw_kept(hidden, head, divisor, greedy, keys, top_k, top_p)
+    else:
+        draw = _draw if weight.dtype == torch.float64 else torch.ops.ppo_fast._draw  # its GPU kernel has no float64
+        ids, logprobs, entropy = draw(hidden, weight, bias, temperature, keys, softcap, logit_scale)
+        kept = keys
     usable = logprobs.isfinite()
     return (
         ids.masked_fill(~usable, 0),
@@ -182,9 +186,18 @@ def _eager(
 
 
 def _draw(
-    hidden: Tensor, head: Head, divisor: Tensor, greedy: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    B = hidden.shape[0]
+    hidden: Tensor,  # [B, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V] stat dtype
+    temperature: Tensor,  # [B] stat dtype; 0 for greedy
+    keys: Tensor,  # [B, 2] int64
+    softcap: float | None,
+    logit_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids [B], log-probs [B], entropy [B], drawn from the whole vocabulary; a row without a distribution has NaN."""
+    head, B = Head(weight, bias, softcap, logit_scale), hidden.shape[0]
+    greedy = (temperature == 0)[:, None]
+    divisor = temperature.masked_fill(greedy[:, 0], 1.0)[:, None]
     wide = sum_dtype(hidden.device)
     sums = RowSums(B, divisor, True)
     nowhere = keys.new_full((B,), -1)
@@ -203,7 +216,7 @@ def _draw(
     statistics = sums.statistics()
     logprobs = (logits - statistics.peak) - statistics.total.log()
     empty = sums.peak == -torch.inf
-    return ids, logprobs.masked_fill(empty, torch.nan), statistics.entropy, keys
+    return ids, logprobs.masked_fill(empty, torch.nan), statistics.entropy
 
 
 def _draw_kept(
@@ -271,4 +284,14 @@ define(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _eager,
     _fake,
+)
+# A part of it that has a GPU kernel.
+define(
+    "_draw(Tensor hidden, Tensor weight, Tensor? bias, Tensor temperature, Tensor keys, float? softcap, "
+    "float logit_scale) -> (Tensor, Tensor, Tensor)",
+    _draw,
+    lambda hidden, weight, *rest: (
+        hidden.new_empty(hidden.shape[0], dtype=torch.int64),
+        *(hidden.new_empty(hidden.shape[0], dtype=stat_dtype(weight.dtype)) for _ in range(2)),
+    ),
 )

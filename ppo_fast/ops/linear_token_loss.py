@@ -82,7 +82,7 @@ def linear_token_loss(
         rows: tensors of any dtype whose leading dimensions are those of ``token_ids``; the function gets them cut to
             its tokens, ``[n, ...]``. Constants: none may require grad.
         entropy_grad: False passes the entropy as a constant.
-        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 512 MiB
+        chunk_tokens: tokens whose logits exist at one time. Default: as many as fit into 80 MiB on CPU and 896 MiB
             elsewhere, at least 32.
         verify: call the function on all tokens at once, reversed, in halves, doubled and one at a time, and compare
             losses, gradients and auxiliary values; one more product with the output layer. For trying out a new loss,

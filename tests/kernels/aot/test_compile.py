@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-from ppo_fast.kernels import common, gae, ppo_loss, selected_logprobs, value_loss
+from ppo_fast.kernels import (
+    common,
+    gae,
+    head_scores,
+    kept,
+    linear_head,
+    linear_sample,
+    ppo_loss,
+    selected_logprobs,
+    value_loss,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("needs a process without TRITON_INTERPRET, run by make test", allow_module_level=True)
@@ -42,7 +53,7 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-MODULES = (selected_logprobs, gae, ppo_loss, value_loss, common)
+MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, linear_sample, kept, common)
 
 
 class Launch(NamedTuple):
@@ -140,16 +151,64 @@ def value_launches(stat: torch.dtype, *, optional: bool) -> list[Launch]:
     return record(lambda: value_loss.value_loss(x, x, x, mask, weights, 0.2 if optional else None))
 
 
+def head_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64, gradient: bool = False) -> list[Launch]:
+    """Of scoring n tokens by `head_scores`, or of both row kernels around the vendor's products."""
+    V, stat = 5008, torch.float64 if dtype == torch.float64 else torch.float32
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    ids, row = torch.empty(n, dtype=torch.int64), torch.zeros(n, dtype=stat)
+    bias, temperature = (torch.empty(V, dtype=stat), row) if optional else (None, None)
+    softcap, scale = (30.0, 0.5) if optional else (None, 1.0)
+    logits = torch.empty(n, V, dtype=stat) if gradient else None
+
+    def call() -> None:
+        results = linear_head.head_forward(hidden, weight, bias, ids, temperature, softcap, scale, logits, optional)
+        if logits is not None:
+            e = row if optional else None
+            d_weight = torch.zeros(V, H, dtype=stat)
+            linear_head.head_backward(
+                hidden, weight, ids, temperature, softcap, scale, logits, *results, row, e, True, d_weight, None
+            )
+
+    return record(call)
+
+
+def kept_launches(dtype: torch.dtype, *, optional: bool) -> list[Launch]:
+    n, K, H, V, stat = 4, 64, 896, 5008, torch.float64 if dtype == torch.float64 else torch.float32
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    ids, kept_ids, row = (
+        torch.empty(n, dtype=torch.int64),
+        torch.zeros(n, K, dtype=torch.int64),
+        torch.empty(n, dtype=stat),
+    )
+    bias, extra, softcap = (torch.empty(V, dtype=stat), row, 30.0) if optional else (None, None, None)
+    d_weight = torch.empty(V, H, dtype=stat)
+
+    def call() -> None:
+        middle = ids, extra, kept_ids, softcap, 1.0
+        logits, _, _ = kept.kept_forward(hidden, weight, bias, *middle, optional)
+        kept.kept_backward(row, extra, logits, hidden, weight, *middle, True, d_weight, bias)
+
+    return record(call)
+
+
+def draw_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64) -> list[Launch]:
+    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(5008, H, dtype=dtype)
+    bias, temperature, softcap = (torch.empty(5008), torch.empty(n), 30.0) if optional else (None, torch.empty(n), None)
+    keys = torch.empty(n, 2, dtype=torch.int64)
+    return record(lambda: linear_sample.draw(hidden, weight, bias, temperature, keys, softcap, 1.0))
+
+
 class Variant(NamedTuple):
     launch: Launch
     everywhere: bool
 
 
 def variants() -> dict[str, Variant]:
-    """What dispatch can choose, by name, each compiled code once.
+    """What dispatch can choose on the chip at hand, by name, each compiled code once.
 
     All targets get each kernel in each dtype with every optional argument; sm_90 gets float32 and bfloat16 in the other
-    shapes as well: without optional arguments, other objectives and estimators, small blocks, unaligned rows.
+    shapes as well: without optional arguments, other objectives and estimators, small blocks, unaligned rows. The
+    other targets get those in `make test-long`.
     """
     table: dict[str, Variant] = {}
     known: set[str] = set()
@@ -175,6 +234,32 @@ def variants() -> dict[str, Variant]:
         add(name, gae_launches(stat, 4000, optional=True), everywhere=True)
         add(name, loss_launches(stat, 0, 3, optional=True), everywhere=True)
         add(f"{name}-value", value_launches(stat, optional=True), everywhere=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        add(name, head_launches(200, dtype, optional=True), everywhere=dtype != torch.float16)
+        add(f"{name}-few", head_launches(16, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        if dtype == torch.float16:  # else the code of bfloat16, but for the type of the operands
+            continue
+        add(f"{name}-plain", head_launches(200, dtype, optional=False))
+        add(f"{name}-odd", head_launches(200, dtype, optional=True, H=65))
+        add(f"{name}-head-plain", head_launches(16, dtype, optional=False, gradient=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = f"{str(dtype).removeprefix('torch.')}-head"
+        add(name, head_launches(16, dtype, optional=True, gradient=True), everywhere=dtype != torch.float16)
+    add("float64-head", head_launches(16, torch.float64, optional=True, gradient=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"{str(dtype).removeprefix('torch.')}-draw"
+        add(name, draw_launches(64, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        add(f"{name}-few", draw_launches(16, dtype, optional=True), everywhere=dtype == torch.bfloat16)
+        add(f"{name}-plain", draw_launches(64, dtype, optional=False))
+        add(f"{name}-odd", draw_launches(64, dtype, optional=True, H=65))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        name = f"{str(dtype).removeprefix('torch.')}-kept"
+        add(name, kept_launches(dtype, optional=True), everywhere=dtype in (torch.float32, torch.bfloat16))
+    add("bfloat16-kept-plain", kept_launches(torch.bfloat16, optional=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        add("tf32", head_launches(200, torch.float32, optional=True))
     stat = torch.float32
     add("plain", gae_launches(stat, 48, optional=False))
     add("plain", loss_launches(stat, 0, 3, optional=False))
@@ -184,12 +269,19 @@ def variants() -> dict[str, Variant]:
     return table
 
 
-LAUNCHES = variants()
+def variants_on(target: str) -> dict[tuple[str, str], Variant]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_scores, "chip", lambda device: target)
+        return {(name, target): variant for name, variant in variants().items()}
+
+
+VARIANTS = {case: variant for target in TARGETS for case, variant in variants_on(target).items()}
+LAUNCHES = {case: variant.launch for case, variant in VARIANTS.items()}
 CASES = [
-    (name, target)
-    for target in TARGETS
-    for name, variant in LAUNCHES.items()
-    if variant.everywhere or target == "sm_90"
+    pytest.param(
+        case, id="-".join(reversed(case)), marks=[] if x.everywhere or case[1] == "sm_90" else pytest.mark.long
+    )
+    for case, x in VARIANTS.items()
 ]
 
 
@@ -203,13 +295,19 @@ def compiled(
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }
+    parse, one_at_a_time = JITFunction.parse, threading.Lock()
+
+    def locked_parse(kernel: Any) -> Any:
+        with one_at_a_time:  # before Python 3.13 ast.parse fails now and then with threads (gh-106905)
+            return parse(kernel)
+
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        patch.setattr(JITFunction, "parse", locked_parse)
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield {
-            (name, target): pool.submit(triton.compile, source(launch), TARGETS[target][0], launch.options)
-            for name, target in CASES
-            if (name, target) in chosen
-            for launch in (LAUNCHES[name].launch,)
+            case: pool.submit(triton.compile, source(launch), TARGETS[case[1]][0], launch.options)
+            for case, launch in LAUNCHES.items()
+            if case in chosen
         }
 
 
@@ -229,20 +327,29 @@ def resources(kernel: CompiledKernel, folder: Path) -> Resources:
     return Resources(*map(int, found.groups()))
 
 
-@pytest.mark.parametrize("case", CASES, ids=["-".join((target, name)) for name, target in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_compiles_without_spills_and_fits(
-    compiled: dict[tuple[str, str], Future[CompiledKernel]], case: tuple[str, str], tmp_path: Path
+    compiled: dict[tuple[str, str], Future[CompiledKernel]],
+    case: tuple[str, str],
+    tmp_path: Path,
+    resource_table: list[tuple[str, str, int, int, int]],
 ) -> None:
     kernel = compiled[case].result()
-    assert kernel.metadata.shared <= TARGETS[case[1]][1] * 1024
+    shared = kernel.metadata.shared
+    assert shared <= TARGETS[case[1]][1] * 1024
     if case[1] == "gfx942":
+        counted = re.search(r"\.vgpr_count:\s*(\d+)", kernel.asm["amdgcn"])
+        assert counted is not None
         # Scalar registers may overflow into lanes of vector ones, which is cheap; nothing may go to memory.
         spilled = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])
+        resource_table.append((*case, int(counted.group(1)), shared, max(map(int, spilled))))
         assert spilled == ["0", "0"]
     else:
         used = resources(kernel, tmp_path)
-        assert used.stack == 0
-        assert used.local == 0
+        resource_table.append((*case, used.registers, shared, used.stack))
+        if case[1] == "sm_90" or VARIANTS[case].everywhere:  # a few of the others spill a few bytes
+            assert used.stack == 0
+            assert used.local == 0
 
 
 WIDE = [
@@ -255,7 +362,7 @@ def test_rows_of_logits_are_read_as_the_launch_configuration_assumes(
     compiled: dict[tuple[str, str], Future[CompiledKernel]], case: tuple[str, str], tmp_path: Path
 ) -> None:
     """16 columns a lane in loads of 16 bytes, and registers for three resident programs of 8 warps."""
-    launch = LAUNCHES[case[0]].launch
+    launch = LAUNCHES[case]
     lanes = 32 * launch.options["num_warps"]
     columns = launch.arguments["BLOCK_V"] // lanes
     assert (lanes, columns) == (256, 16)
@@ -287,3 +394,5 @@ def test_lengths_and_batch_sizes_do_not_recompile() -> None:
         x = torch.empty(B, T)
         by_batch += record(lambda x=x: value_loss.value_loss(x, x, x, mask, weights, 0.2))
     assert len({describe(launch) for launch in by_batch}) == 2  # the loss and the adding up
+    heads = [head_launches(n, torch.bfloat16, optional=True) for n in (17, 32, 129, 256)]
+    assert len({describe(launch) for launches in heads for launch in launches}) == 2  # products, and the adding up
