@@ -55,6 +55,7 @@ class HeadRows(NamedTuple):
     logits_error: Tensor  # [n] what rounding does to a logit, in units of the precision's epsilon
     raw: Tensor  # [n, V] gradient by the bare products
     raw_error: Tensor  # [n, V] what rounding does to it, in the same units
+    reach: Tensor  # [n] what it is made of, beside the probability: cut off where that is below the normal numbers
     d_hidden: Tensor  # [n, H]
     d_weight: Tensor  # [V, H]
     d_bias: Tensor  # [V]
@@ -104,6 +105,7 @@ def head_rows(
         error,
         raw,
         raw_error,
+        (c.abs() + 100 * e.abs()) * logit_scale / temperature,  # log p is about -87 there
         raw @ weight,
         raw.T @ hidden,
         raw.sum(0),

@@ -266,7 +266,8 @@ class Layer:
         eps = torch.finfo(self.stat).eps
         drift = drift + eps * exact.raw_error + eps * exact.raw.abs()
         narrow = torch.finfo(x.weight.dtype).eps  # the gradient by the products is rounded to it once
-        drift = drift + 2 * torch.finfo(self.stat).tiny  # and may vanish below its normal numbers
+        # And may vanish below its normal numbers.
+        drift = drift + 2 * torch.finfo(self.stat).tiny * (1 + exact.reach)[:, None]
         if x.weight.dtype == torch.float16:  # after scaling by a power of two, but small elements still vanish
             drift = drift + 2.0**-38 * exact.raw.abs().amax() if exact.raw.numel() else drift
         # Dot products of AVX512-BF16 take operands below the normal numbers for zero.
@@ -473,7 +474,7 @@ def test_linear_ppo_loss(case: LinearCase, drawn: dict[str, object], with_refere
 
 def _times(rows: HeadRows, factor: float) -> HeadRows:
     return rows._replace(
-        **{k: getattr(rows, k) * factor for k in ("raw", "raw_error", "d_hidden", "d_weight", "d_bias")}
+        **{k: getattr(rows, k) * factor for k in ("raw", "raw_error", "reach", "d_hidden", "d_weight", "d_bias")}
     )
 
 

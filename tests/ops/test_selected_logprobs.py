@@ -91,7 +91,14 @@ def test_only_one_of_the_outputs_is_differentiated(cpu_backend, as_exact_as):
 
 @pytest.mark.parametrize(
     "temperature",
-    [0.7, 2, torch.tensor(0.7), torch.tensor([[0.5], [1.3]]), torch.linspace(0.5, 1.5, 12).view(2, 6), torch.tensor([[1], [3]])],
+    [
+        0.7,
+        2,
+        torch.tensor(0.7),
+        torch.tensor([[0.5], [1.3]]),
+        torch.linspace(0.5, 1.5, 12).view(2, 6),
+        torch.tensor([[1], [3]]),
+    ],
     ids=["float", "int", "0-d", "per sequence", "per token", "integers"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
