@@ -46,7 +46,7 @@ def linear_sample(
     Args:
         hidden: ``[B, H]`` float32, bfloat16, float16 or float64, any strides; cast to the dtype of ``weight``.
         weight: ``[V, H]``, any strides, read in place; may be the (tied) embedding.
-        bias: ``[V]``; -inf bans a token.
+        bias: ``[V]``; -inf bans a token, unless a softcap makes a finite logit of it.
         softcap, logit_scale: positive numbers.
         temperature: a number >= 0, or a tensor that broadcasts to ``[B]``. A row of temperature 0 takes its most
             probable token, the lowest id among equals; log-prob, entropy and kept set are then those at temperature 1.

@@ -88,9 +88,9 @@ class PPOConfig:
     """Replies that are generated at a time, the others wait for a free slot; None: all, up to 64. The cache of keys and
     values has so many rows. Which replies come out doesn't depend on it, up to rounding."""
     rollout_dtype: str | None = None
-    """bfloat16: generation multiplies by weights rounded to it, on CPUs with the C++ extension; about twice as fast in
-    a float32 model where the CPU has AVX512-BF16. Log-probs are those of the rounded policy, the ratio of the first
-    step isn't 1. None: as the model is, which is exact."""
+    """bfloat16: generation multiplies by weights rounded to it, on CPUs with the C++ extension; faster where the CPU
+    has AVX512-BF16. Log-probs are those of the rounded policy, the ratio of the first step isn't 1. None: as the model
+    is, which is exact."""
 
     per_device_train_batch_size: int = 8
     """Replies in one forward pass (a micro-batch)."""
