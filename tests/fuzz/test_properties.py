@@ -708,7 +708,10 @@ def test_gae_and_whiten(case: TokenCase, gamma: float, lam: float, bootstrap: bo
             ("advantages", "returns"), (advantages, returns), exact[:2], near[:2], strict=True
         ):
             assert not got[~live].any()
-            judge(f"{path}: {name}", got, wanted, yardstick, eps * (2 * size + wanted.abs()))
+            reach = wanted.abs()
+            if stat == torch.float64 and reach.numel():  # the recursion's own roundings, a random walk over the row
+                reach = reach.amax(1, keepdim=True) * max(1.0, case.T**0.5 / 4)
+            judge(f"{path}: {name}", got, wanted, yardstick, eps * (2 * size + reach))
         a = advantages[live].double()
         wanted = torch.stack([live.sum(), a.sum(), (a - a.mean()).square().sum() if a.numel() else a.sum()])
         scale = torch.stack([torch.tensor(0.0), a.abs().sum(), wanted[2] + a.square().sum() * 1e-9])
