@@ -4,8 +4,8 @@
     make bench-rollout BENCH="--quick --only smollm2"    a look at some cases; writes nothing
 
 SmolLM2-135M is the model of the demo, "qwen2.5-0.5b" its shape with random weights. Before anything is timed, log-probs
-of a short rollout are compared with those of a full forward. Memory is what a rollout takes at its peak beyond weights,
-packed copies and cache.
+of a short rollout are compared with those of a full forward. Memory is what a rollout takes at its peak beyond weights
+and cache.
 """
 
 from __future__ import annotations
@@ -192,15 +192,13 @@ def _bars() -> list[Bar]:
 BARS = _bars()
 
 
-def beyond_copies(one: Case) -> int:
-    """Peak bytes of one rollout beyond weights, packed copies and cache."""
+def beyond_cache(one: Case) -> int:
+    """Peak bytes of one rollout beyond weights and cache."""
     inputs = one.inputs(0)
     config = inputs.model.config
-    layers = [m for m in inputs.model.base_model.modules() if isinstance(m, torch.nn.Linear)]
-    packed = sum(math.ceil(m.out_features / 32) * 32 * m.in_features * m.weight.element_size() for m in layers)
     head_size = config.hidden_size // config.num_attention_heads
     column = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * inputs.model.dtype.itemsize
-    return peak_bytes(one, OWN) - packed - SLOTS * (PROMPT + NEW - 1) * column
+    return peak_bytes(one, OWN) - SLOTS * (PROMPT + NEW - 1) * column
 
 
 def main() -> int:
@@ -215,7 +213,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     if arguments.peak:
         one = next(one for one in CASES if one.key == arguments.peak[0])
-        print(json.dumps({"peak_bytes": beyond_copies(one)}))
+        print(json.dumps({"peak_bytes": beyond_cache(one)}))
         return 0
     floors = measure_floors()
     results = {}

@@ -1,4 +1,4 @@
-"""Linear layers on few rows, over a packed weight, against F.linear: figures without a bar.
+"""Linear layers on few rows against F.linear: figures without a bar.
 
 The shapes are layers of SmolLM2-135M and Qwen2.5-0.5B. A variant's floor is the weight's bytes over the bandwidth of
 memory or the products over the rate of torch's square GEMM, whichever is more.
@@ -25,10 +25,9 @@ _OWN = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight as it is and packed, and rows for it."""
+    """A weight, and rows for it."""
 
     weight: Tensor  # [V, H]
-    packed: ops.PackedWeight
     x: Tensor  # [64, H]
 
 
@@ -36,7 +35,7 @@ def make_layer(seed: int, H: int, V: int, dtype: torch.dtype) -> Layer:
     """Normal numbers; outputs have the standard deviation 1."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(V, H, generator=generator).div_(H**0.5).to(dtype)
-    return Layer(weight, ops.pack_weight(weight), torch.randn(max(ROWS), H, generator=generator).to(dtype))
+    return Layer(weight, torch.randn(max(ROWS), H, generator=generator).to(dtype))
 
 
 def answers(layer: Layer) -> Mapping[str, Expected]:
@@ -60,7 +59,7 @@ def case(H: int, V: int, dtype: torch.dtype) -> Case:
     variants = []
     for n in ROWS:
         work = Work(flops=2.0 * n * H * V, bytes=size)
-        own = _on_rows(lambda layer, x: ops.small_linear(x, layer.packed), n)
+        own = _on_rows(lambda layer, x: ops.small_linear(x, layer.weight), n)
         theirs = _on_rows(lambda layer, x: linear(x, layer.weight), n)
         variants += [
             Variant(f"{OP}, {n} rows", own, work=work, tolerance=_OWN[dtype]),
@@ -72,7 +71,7 @@ def case(H: int, V: int, dtype: torch.dtype) -> Case:
         inputs=lambda seed: make_layer(seed, H, V, dtype),
         reference=answers,
         variants=variants,
-        copies=copies_beyond_cache(2 * size),
+        copies=copies_beyond_cache(size),
         seconds=4.0,
     )
 

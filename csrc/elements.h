@@ -28,23 +28,6 @@ struct Bf16Pair {  // two neighbours along the dimension that is summed over
   using Stat = float;
   static constexpr int per_word = 2;
 };
-// Float32 scalars with 16-bit vectors, which are widened as they are read.
-struct WithBf16Pair {  // two neighbours, as above
-  using Element = float;
-  struct Word {
-    float low, high;
-  };
-  using Lane = uint32_t;
-  using Stat = float;
-  static constexpr int per_word = 2;
-};
-struct WithHalf {
-  using Element = float;
-  using Word = float;
-  using Lane = uint16_t;
-  using Stat = float;
-  static constexpr int per_word = 1;
-};
 
 // Tokens to a panel, at most: two vectors of 16 lanes. Narrower instruction sets have narrower panels.
 constexpr int kMaxPanel = 32;

@@ -4,6 +4,8 @@
 // c stays in registers: kRows x 2 accumulators leave room for two vectors of b and one broadcast, and their number
 // hides the latency of the multiply-add. With one vector to a row there are twice as many rows.
 
+#include "fetch_ahead.h"
+
 // Scalars to an operand's memory word, and the vectors made of them; the tags stand in elements.h.
 template <class E> struct Vectors;
 template <> struct Vectors<Single> {
@@ -13,14 +15,6 @@ template <> struct Vectors<Single> {
 template <> struct Vectors<Double> {
   using Acc = vd;
   using B = vd;
-};
-template <> struct Vectors<WithBf16Pair> {
-  using Acc = vf;
-  using B = vu;
-};
-template <> struct Vectors<WithHalf> {
-  using Acc = vf;
-  using B = vf;
 };
 #if PPO_FAST_BF16_DOT
 template <> struct Vectors<Bf16Pair> {
@@ -48,11 +42,6 @@ PPO_FAST_FN vf madd(Single, vf c, float a, vf b) {
 #endif
 }
 PPO_FAST_FN vd madd(Double, vd c, double a, vd b) { return c + a * b; }
-PPO_FAST_FN vf madd(WithHalf, vf c, float a, vf b) { return madd(Single{}, c, a, b); }
-PPO_FAST_FN vf madd(WithBf16Pair, vf c, WithBf16Pair::Word a, vu b) {
-  c = madd(Single{}, c, a.low, bits<vf>(b << 16));
-  return madd(Single{}, c, a.high, bits<vf>(b & 0xffff0000u));
-}
 #if PPO_FAST_BF16_DOT
 // Two products a lane; they are exact in float32, and so is the accumulator.
 PPO_FAST_FN vf madd(Bf16Pair, vf c, uint32_t a, vu b) {
@@ -60,19 +49,8 @@ PPO_FAST_FN vf madd(Bf16Pair, vf c, uint32_t a, vu b) {
 }
 #endif
 
-PPO_FAST_FN void fetch_ahead(Ahead& ahead) {
-  for (int64_t i = 0; i < ahead.lines && ahead.next < ahead.end; ++i, ahead.next += 64) {
-    __builtin_prefetch(ahead.next, 0, 2);
-  }
-}
-
-// One vector of b.
-template <class E> PPO_FAST_FN typename Vectors<E>::B read_lanes(E, const typename E::Lane* p) {
-  typename Vectors<E>::B b;
-  __builtin_memcpy(&b, p, sizeof(b));
-  return b;
-}
-PPO_FAST_FN vf read_lanes(WithHalf, const uint16_t* p) {
+// W float16 numbers.
+PPO_FAST_FN vf read_halves(const uint16_t* p) {
 #if PPO_FAST_ISA == 2
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif PPO_FAST_ISA == 1
@@ -84,18 +62,17 @@ PPO_FAST_FN vf read_lanes(WithHalf, const uint16_t* p) {
 #endif
 }
 
-// a(i, k) = a[i * row + k * step]; b is `count` times NV vectors one after the other, `b_step` lanes apart.
+// a(i, k) = a[i * row + k * step]; b is `count` times NV vectors one after the other.
 template <class E, int MR, int NV>
 PPO_FAST_FN void multiply(const typename E::Word* a, int64_t row, int64_t step, const typename E::Lane* b,
-                          int64_t count, typename Vectors<E>::Acc (&c)[MR][NV], Ahead* ahead,
-                          int64_t b_step = NV * kLanes<E>) {
+                          int64_t count, typename Vectors<E>::Acc (&c)[MR][NV], Ahead* ahead) {
   for (int64_t k = 0; k < count;) {
     const int64_t stop = count - k < 16 ? count : k + 16;
     if (ahead) fetch_ahead(*ahead);
     for (; k < stop; ++k) {
       typename Vectors<E>::B vectors[NV];
 #pragma GCC unroll 2
-      for (int j = 0; j < NV; ++j) vectors[j] = read_lanes(E{}, b + k * b_step + j * kLanes<E>);
+      for (int j = 0; j < NV; ++j) __builtin_memcpy(&vectors[j], b + (k * NV + j) * kLanes<E>, sizeof(vectors[j]));
       const typename E::Word* scalars = a + k * step;
 #pragma GCC unroll 24
       for (int i = 0; i < MR; ++i) {
@@ -110,16 +87,16 @@ PPO_FAST_FN void multiply(const typename E::Word* a, int64_t row, int64_t step, 
 constexpr int64_t kChain = 256;
 
 // The same from zero, for any count.
-template <class E, int MR, int NV, int64_t kLength = kChain>
+template <class E, int MR, int NV>
 PPO_FAST_FN void product(const typename E::Word* a, int64_t row, int64_t step, const typename E::Lane* b, int64_t count,
-                         typename Vectors<E>::Acc (&c)[MR][NV], Ahead* ahead, int64_t b_step = NV * kLanes<E>) {
+                         typename Vectors<E>::Acc (&c)[MR][NV], Ahead* ahead) {
 #pragma GCC unroll 24
   for (int i = 0; i < MR; ++i) {
 #pragma GCC unroll 2
     for (int j = 0; j < NV; ++j) c[i][j] = typename Vectors<E>::Acc{};
   }
-  multiply<E, MR, NV>(a, row, step, b, count < kLength ? count : kLength, c, ahead, b_step);
-  for (int64_t k = kLength; k < count; k += kLength) {
+  multiply<E, MR, NV>(a, row, step, b, count < kChain ? count : kChain, c, ahead);
+  for (int64_t k = kChain; k < count; k += kChain) {
     typename Vectors<E>::Acc before[MR][NV];
     __builtin_memcpy(before, c, sizeof(before));
 #pragma GCC unroll 24
@@ -127,8 +104,8 @@ PPO_FAST_FN void product(const typename E::Word* a, int64_t row, int64_t step, c
 #pragma GCC unroll 2
       for (int j = 0; j < NV; ++j) c[i][j] = typename Vectors<E>::Acc{};
     }
-    const int64_t rest = count - k < kLength ? count - k : kLength;
-    multiply<E, MR, NV>(a + k * step, row, step, b + k * b_step, rest, c, ahead, b_step);
+    const int64_t rest = count - k < kChain ? count - k : kChain;
+    multiply<E, MR, NV>(a + k * step, row, step, b + k * NV * kLanes<E>, rest, c, ahead);
 #pragma GCC unroll 24
     for (int i = 0; i < MR; ++i) {
 #pragma GCC unroll 2
@@ -148,14 +125,13 @@ template <int NV, class Job> PPO_FAST_FN void over_rows(int64_t rows, const Job&
 // 16-bit elements to float32.
 template <class T> static void widen(const T* x, int64_t n, float* out) {
   const uint16_t* raw = reinterpret_cast<const uint16_t*>(x);
-  int64_t i = 0;
   if constexpr (__is_same(T, torch::headeronly::Half)) {
-    for (; i < n; i += W) {
+    for (int64_t i = 0; i < n; i += W) {
       uint16_t rest[W] = {};
       if (n - i < W) __builtin_memcpy(rest, raw + i, static_cast<size_t>(n - i) * sizeof(*rest));
-      store_n(out + i, read_lanes(WithHalf{}, n - i < W ? rest : raw + i), n - i);
+      store_n(out + i, read_halves(n - i < W ? rest : raw + i), n - i);
     }
   } else {
-    for (; i < n; ++i) out[i] = bits<float>(static_cast<uint32_t>(raw[i]) << 16);
+    for (int64_t i = 0; i < n; ++i) out[i] = bits<float>(static_cast<uint32_t>(raw[i]) << 16);
   }
 }

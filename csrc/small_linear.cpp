@@ -1,14 +1,16 @@
-// small_linear: out = x @ weight.T + bias for a few rows, the weight packed beforehand (ppo_fast/ops/small_linear.py).
+// small_linear: out = x @ weight.T + bias for a few rows (ppo_fast/ops/small_linear.py).
 //
-// The packed weight is panels of 32 output features, [panel][word][feature], a word being one element along H or, in
-// bfloat16, two neighbours. Each thread takes a run of panels, one stream in memory; a panel goes by pieces of up to 256
-// words, each against all rows, in as few tiles as there can be, of equal height (8 rows x 32 features of accumulators
-// at most), while the piece after it is fetched. The weight is read from memory once for any number of rows. x is read
-// in place wherever its rows can be.
+// The weight is read where it lies, row by row. A tile is 6 rows of x by 4 of the weight on AVX-512: 24 dot products
+// side by side, whose operands are vectors along H; the sums of their lanes cost a few percent. Each thread takes a run
+// of features, and while all rows meet the features at hand, those after them are fetched: the weight is read from
+// memory once, in one stream, for any number of rows up to 64.
+//
+// A second product (`extra`) is added before the sums are rounded: a low-rank adapter costs no pass over the result.
 //
 // Numerics. Accumulators are float32, float64 for float64. bfloat16 pairs multiply exactly where the CPU has
-// AVX512-BF16; elsewhere 16-bit weights are widened in registers, x beforehand. Chains of 64 additions are added up in
-// order, and so are pieces: what a row gets depends neither on the other rows nor on the number of threads.
+// AVX512-BF16; elsewhere 16-bit weights are widened in registers, x beforehand. Each lane's chain is cut after 64
+// additions, and lanes are added up as a tree: what a row gets depends neither on the other rows nor on the number of
+// threads.
 #include <cstring>
 #include <memory>
 
@@ -18,121 +20,127 @@
 #include "tensors.h"
 
 #define PPO_FAST_WANTS_BF16
-#define PPO_FAST_BODY "small_linear_panels.h"
+#define PPO_FAST_BODY "small_linear_rows.h"
 #include "for_each_isa.h"
 
 namespace ppo_fast {
 namespace {
 
-template <class E, class Out> auto kernel() {
-#if PPO_FAST_X86
-  if constexpr (std::is_same_v<E, Bf16Pair>) {
-    return &avx512_bf16::small_linear<E, Out>;
-  } else
-#endif
-  {
-    return PPO_FAST_PICK(small_linear<E, Out>);
-  }
-}
-
-// The rows of x as words: in place where they can be.
-template <class T, class E> class Rows {
+// The rows of x as whole steps of X: in place where they can be.
+template <class X> class Rows {
  public:
-  using Word = typename E::Word;
-  static constexpr int per_word = E::per_word;
-
-  explicit Rows(const Tensor& x) {
-    const int64_t n = x.size(0), H = x.size(1), row = x.stride(0), column = H == 1 ? 1 : x.stride(1);
+  template <class T> explicit Rows(const Tensor& x, const T*) {
+    const int64_t n = x.size(0), H = x.size(1), column = H == 1 ? 1 : x.stride(1);
     const T* source = static_cast<const T*>(x.const_data_ptr());
-    words_ = ceil_div(H, per_word);
-    const bool whole = reinterpret_cast<uintptr_t>(source) % alignof(Word) == 0 && H % per_word == 0 && row % per_word == 0;
+    stride = x.stride(0);
     // Rows that lie a multiple of a page apart share a few sets of the first-level cache.
-    const bool apart = n <= 4 || row * static_cast<int64_t>(sizeof(T)) % 4096 != 0;
-    if (sizeof(Word) == per_word * sizeof(T) && column == 1 && whole && apart) {
-      words = reinterpret_cast<const Word*>(source);
-      stride = row / per_word;
-      return;
+    const bool apart = n <= 4 || stride * static_cast<int64_t>(sizeof(T)) % 4096 != 0;
+    if constexpr (std::is_same_v<T, X>) {
+      if (column == 1 && H % kRowsPadded == 0 && apart) {
+        rows = source;
+        return;
+      }
     }
-    stride = words_;
-    if (stride * static_cast<int64_t>(sizeof(Word)) % 4096 == 0) stride += 64 / static_cast<int64_t>(sizeof(Word));
-    copy_.reset(new Word[static_cast<size_t>(n * stride)]);
-    words = copy_.get();
+    const int64_t row = x.stride(0);
+    stride = ceil_div(H, kRowsPadded) * kRowsPadded;
+    if (stride * static_cast<int64_t>(sizeof(X)) % 4096 == 0) stride += kRowsPadded;
+    copy_.reset(new X[static_cast<size_t>(n * stride)]());
+    rows = copy_.get();
     parallel(n, H, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) copy(source + i * row, H, column, copy_.get() + i * stride);
+      std::unique_ptr<T[]> gathered(column == 1 ? nullptr : new T[static_cast<size_t>(H)]);
+      for (int64_t i = begin; i < end; ++i) {
+        const T* from = source + i * row;
+        if (gathered) {
+          for (int64_t k = 0; k < H; ++k) gathered[static_cast<size_t>(k)] = from[k * column];
+          from = gathered.get();
+        }
+        X* to = copy_.get() + i * stride;
+        if constexpr (std::is_same_v<T, X>) {
+          std::memcpy(to, from, static_cast<size_t>(H) * sizeof(T));
+        } else {
+          PPO_FAST_PICK(widen_row<T>)(from, H, to);
+        }
+      }
     });
   }
 
-  const Word* words;
+  const X* rows;
   int64_t stride;
 
  private:
-  void copy(const T* from, int64_t H, int64_t column, Word* to) const {
-    using Element = typename E::Element;
-    std::memset(static_cast<void*>(to + words_ - 1), 0, sizeof(Word));  // the second half of an odd H
-    Element* elements = reinterpret_cast<Element*>(to);
-    if constexpr (sizeof(T) == sizeof(Element)) {
-      for (int64_t k = 0; k < H; ++k) std::memcpy(elements + k, from + k * column, sizeof(T));
-    } else if (column == 1) {
-      PPO_FAST_PICK(widen<T>)(from, H, elements);
-    } else {
-      for (int64_t k = 0; k < H; ++k) elements[k] = static_cast<float>(from[k * column]);
-    }
-  }
-
-  std::unique_ptr<Word[]> copy_;
-  int64_t words_;
+  std::unique_ptr<X[]> copy_;
 };
 
-template <class T, class E, class Out>
-void multiply(const Tensor& x, const Tensor& panels, const typename E::Stat* bias, const Tensor& out) {
-  const int64_t n = x.size(0), words = ceil_div(x.size(1), E::per_word);
-  if (n == 0) return;
-  const Rows<T, E> rows(x);
-  const SmallLinear<E, Out> job{rows.words, rows.stride, n, words,
-                                static_cast<const typename E::Lane*>(panels.const_data_ptr()), bias, out.size(1),
-                                static_cast<Out*>(out.mutable_data_ptr())};
-  const auto run = kernel<E, Out>();
-  parallel(panels.size(0), kPanelLanes * words, [&](int64_t begin, int64_t end) { run(job, begin, end); });
-}
+template <class T> using Stat = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // [n, features] in x's dtype, or in that of the accumulators.
-Tensor small_linear(Tensor x,                    // [n, H], any strides
-                    Tensor panels,               // [ceil(features / 32), words, 32], in bfloat16 with a last axis of 2
-                    std::optional<Tensor> bias,  // [features] stat dtype
-                    int64_t features, bool wide) {
-  const bool paired = x.scalar_type() == ScalarType::BFloat16;
-  check(x.is_cpu() && x.dim() == 2 && x.size(1) > 0, "x", "a CPU tensor [n, H], H > 0");
-  check(features > 0, "features", "positive");
-  const int64_t count = ceil_div(features, kPanelLanes);
-  if (paired) {
-    check_tensor(panels, "panels", x.scalar_type(), {count, ceil_div(x.size(1), 2), kPanelLanes, 2});
-  } else {
-    check_tensor(panels, "panels", x.scalar_type(), {count, x.size(1), kPanelLanes});
+template <class T, class X, class Out, class Kernel>
+Tensor multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& extra, const std::optional<Tensor>& extra_weight, Kernel kernel) {
+  using S = Stat<T>;
+  const int64_t n = x.size(0), H = x.size(1), features = weight.size(0);
+  constexpr ScalarType stat = scalar_type_of<S>;
+  SmallLinear<X, T, S, Out> job{};
+  job.bias = optional_data<S>(bias, "bias", stat, {features});
+  job.rows = n;
+  job.features = features;
+  Tensor out = empty({n, features}, std::is_same_v<Out, S> ? stat : x.scalar_type());
+  if (n == 0) return out;
+  const Rows<X> rows(x, static_cast<const T*>(nullptr));
+  job.main = {rows.rows, rows.stride, static_cast<const T*>(weight.const_data_ptr()),
+              features == 1 ? H : weight.stride(0), H};
+  std::optional<Rows<S>> more;
+  if (extra.has_value()) {
+    const int64_t rank = extra->size(1);
+    more.emplace(*extra, static_cast<const S*>(nullptr));
+    job.extra = {more->rows, more->stride, data<S>(*extra_weight, "extra_weight", stat, {features, rank}), rank, rank};
   }
-  const auto run = [&](auto* type, auto element, auto* to) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    using Out = std::remove_pointer_t<decltype(to)>;
-    using E = decltype(element);
-    const auto* added = optional_data<typename E::Stat>(bias, "bias", scalar_type_of<typename E::Stat>, {features});
-    Tensor out = empty({x.size(0), features}, wide ? scalar_type_of<typename E::Stat> : x.scalar_type());
-    multiply<T, E, Out>(x, panels, added, out);
-    return out;
+  job.out = static_cast<Out*>(out.mutable_data_ptr());
+  parallel(ceil_div(features, kFeatures), kFeatures * H, [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
+  return out;
+}
+
+Tensor small_linear(Tensor x,                     // [n, H], any strides
+                    Tensor weight,                // [features, H] of x's dtype, elements of a row side by side
+                    std::optional<Tensor> bias,   // [features] stat dtype
+                    std::optional<Tensor> extra,  // [n, R] stat dtype, any strides, together with
+                    std::optional<Tensor> extra_weight,  // [features, R] stat dtype
+                    bool wide) {
+  const auto type = x.scalar_type();
+  check(x.is_cpu() && x.dim() == 2 && x.size(1) > 0, "x", "a CPU tensor [n, H], H > 0");
+  check(weight.is_cpu() && weight.scalar_type() == type && weight.dim() == 2 && weight.size(0) > 0 &&
+            weight.size(1) == x.size(1) && (weight.size(1) == 1 || weight.stride(1) == 1),
+        "weight", "a CPU tensor [features, H] of x's dtype, with rows that are contiguous");
+  check(extra.has_value() == extra_weight.has_value(), "extra", "given together with extra_weight");
+  if (extra.has_value()) {
+    check(extra->is_cpu() && extra->scalar_type() == (type == ScalarType::Double ? type : ScalarType::Float) &&
+              extra->dim() == 2 && extra->size(0) == x.size(0) && extra->size(1) > 0,
+          "extra", "a CPU tensor [n, R] of the accumulators' dtype, R > 0");
+  }
+  const auto run = [&](auto* in, auto* row, auto* to, auto kernel) {
+    using T = std::remove_pointer_t<decltype(in)>;
+    return multiply<T, std::remove_pointer_t<decltype(row)>, std::remove_pointer_t<decltype(to)>>(
+        x, weight, bias, extra, extra_weight, kernel);
   };
   float* const single = nullptr;
   double* const twice = nullptr;
   BFloat16* const bf16 = nullptr;
   Half* const half = nullptr;
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return run(single, Single{}, single);
-    case ScalarType::Double: return run(twice, Double{}, twice);
-    case ScalarType::Half: return wide ? run(half, WithHalf{}, single) : run(half, WithHalf{}, half);
+  switch (type) {
+    case ScalarType::Float: return run(single, single, single, PPO_FAST_PICK(plain<float, float>));
+    case ScalarType::Double: return run(twice, twice, twice, PPO_FAST_PICK(plain<double, double>));
+    case ScalarType::Half:
+      return wide ? run(half, single, single, PPO_FAST_PICK(widened<Half, float>))
+                  : run(half, single, half, PPO_FAST_PICK(widened<Half, Half>));
     case ScalarType::BFloat16:
 #if PPO_FAST_X86
       if (current_isa() >= kAvx512Bf16) {
-        return wide ? run(bf16, Bf16Pair{}, single) : run(bf16, Bf16Pair{}, bf16);
+        return wide ? run(bf16, bf16, single, &avx512_bf16::paired<BFloat16, float>)
+                    : run(bf16, bf16, bf16, &avx512_bf16::paired<BFloat16, BFloat16>);
       }
 #endif
-      return wide ? run(bf16, WithBf16Pair{}, single) : run(bf16, WithBf16Pair{}, bf16);
+      return wide ? run(bf16, single, single, PPO_FAST_PICK(widened<BFloat16, float>))
+                  : run(bf16, single, bf16, PPO_FAST_PICK(widened<BFloat16, BFloat16>));
     default: throw std::invalid_argument("x must be float32, bfloat16, float16 or float64");
   }
 }

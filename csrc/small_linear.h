@@ -2,23 +2,33 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "elements.h"
 
 namespace ppo_fast {
 
-constexpr int64_t kPanelLanes = 32;   // output features to a panel of the packed weight
-constexpr int64_t kRowBlock = 64;    // rows that meet a panel in one go
+constexpr int64_t kFeatures = 24;    // output features to a piece of work: whole tiles on every instruction set
+constexpr int64_t kSumsRow = 32;     // their sums, as far apart as whole vectors need
+constexpr int64_t kRowBlock = 64;    // rows that meet a feature in one go
+constexpr int64_t kRowsPadded = 32;  // elements: rows of x are read in steps of up to so many
 
-// Rows of x against panels of output features.
-template <class E, class Out> struct SmallLinear {
-  const typename E::Word* x;  // [rows][x_row], `words` of each row used
+// One product's operands: x[i] . weight[j] over `depth` elements.
+template <class X, class T> struct Factors {
+  const X* x;  // rows of whole steps, zeros past `depth`
   int64_t x_row;
-  int64_t rows, words;
-  const typename E::Lane* panels;  // [panels][words][kPanelLanes]
-  const typename E::Stat* bias;    // [features] or null
-  int64_t features;
-  Out* out;                        // [rows][features]
+  const T* weight;
+  int64_t weight_row;
+  int64_t depth;
+};
+
+// out = x @ weight.T + more x @ more weight.T + bias.
+template <class X, class T, class S, class Out> struct SmallLinear {
+  Factors<X, T> main;
+  Factors<S, S> extra;  // depth 0 if there is none
+  const S* bias;        // [features] or null
+  int64_t rows, features;
+  Out* out;  // [rows][features]
 };
 
 }  // namespace ppo_fast

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ppo_fast.errors import UserError
     from ppo_fast.models.head import head_weights
     from ppo_fast.ops import (
-        PackedWeight,
         PPOStats,
         ValueStats,
         backends,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
         linear_selected_logprobs,
         linear_token_loss,
         masked_mean,
-        pack_weight,
         ppo_loss,
         selected_logprobs,
         shape_rewards,
@@ -39,7 +37,6 @@ __version__ = "0.1.0"
 _HOME = {
     "PPOConfig": "ppo_fast.training",
     "PPOStats": "ppo_fast.ops",
-    "PackedWeight": "ppo_fast.ops",
     "PPOTrainer": "ppo_fast.training",
     "UserError": "ppo_fast.errors",
     "ValueStats": "ppo_fast.ops",
@@ -52,7 +49,6 @@ _HOME = {
     "linear_selected_logprobs": "ppo_fast.ops",
     "linear_token_loss": "ppo_fast.ops",
     "masked_mean": "ppo_fast.ops",
-    "pack_weight": "ppo_fast.ops",
     "ppo_loss": "ppo_fast.ops",
     "selected_logprobs": "ppo_fast.ops",
     "shape_rewards": "ppo_fast.ops",
@@ -65,7 +61,6 @@ __all__ = [
     "PPOConfig",
     "PPOStats",
     "PPOTrainer",
-    "PackedWeight",
     "UserError",
     "ValueStats",
     "__version__",
@@ -78,7 +73,6 @@ __all__ = [
     "linear_selected_logprobs",
     "linear_token_loss",
     "masked_mean",
-    "pack_weight",
     "ppo_loss",
     "selected_logprobs",
     "shape_rewards",

@@ -11,13 +11,12 @@ from ppo_fast.ops.linear_token_loss import linear_token_loss
 from ppo_fast.ops.ppo_loss import PPOStats, ppo_loss
 from ppo_fast.ops.selected_logprobs import selected_logprobs
 from ppo_fast.ops.shape_rewards import shape_rewards
-from ppo_fast.ops.small_linear import PackedWeight, pack_weight, small_linear
+from ppo_fast.ops.small_linear import small_linear
 from ppo_fast.ops.value_loss import ValueStats, value_loss
 from ppo_fast.ops.whiten import masked_mean, whiten
 
 __all__ = [
     "PPOStats",
-    "PackedWeight",
     "ValueStats",
     "backends",
     "decode_attention",
@@ -28,7 +27,6 @@ __all__ = [
     "linear_selected_logprobs",
     "linear_token_loss",
     "masked_mean",
-    "pack_weight",
     "ppo_loss",
     "selected_logprobs",
     "shape_rewards",

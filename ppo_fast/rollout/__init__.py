@@ -2,8 +2,8 @@
 
 from ppo_fast.rollout.batch import Rollout
 from ppo_fast.rollout.generate import generate
-from ppo_fast.rollout.packed import packs
+from ppo_fast.rollout.linears import swaps
 from ppo_fast.rollout.slots import check_cache
 from ppo_fast.rollout.stops import StopStrings
 
-__all__ = ["Rollout", "StopStrings", "check_cache", "generate", "packs"]
+__all__ = ["Rollout", "StopStrings", "check_cache", "generate", "swaps"]

@@ -25,7 +25,7 @@ from ppo_fast.models.roles import Actor
 from ppo_fast.models.tokens import pad_prompts
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
-from ppo_fast.rollout.packed import packed_linears, packs
+from ppo_fast.rollout.linears import small_linears, swaps
 from ppo_fast.rollout.slots import Pass, SlotCache, check_cache
 from ppo_fast.rollout.stops import StopStrings
 
@@ -98,7 +98,7 @@ def generate(
     _check_cut(temperature, top_k, top_p)
     _check_model(actor, head, prompt_ids, limits, min_new_tokens, eos_ids)
     if dtype is not None:
-        if not packs(actor.device):
+        if not swaps(actor.device):
             raise ValueError(f"dtype {dtype} needs the C++ kernels on a CPU; leave it out, or load the model in it")
         head = dataclasses.replace(head, weight=head.weight.to(dtype))
 
@@ -109,8 +109,8 @@ def generate(
     batch = _Batch(actor, replies, SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity))
     cut = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampler = _Sampler(head, cut, eos_ids, min_new_tokens, stop_strings)
-    packed = packed_linears(actor.model.base_model, dtype) if packs(actor.device) else contextlib.nullcontext()
-    with actor.activated(), batch.cache.attached(actor.model), packed, annotate("ppo_fast/decode"):
+    linears = small_linears(actor.model.base_model, dtype) if swaps(actor.device) else contextlib.nullcontext()
+    with actor.activated(), batch.cache.attached(actor.model), linears, annotate("ppo_fast/decode"):
         while batch.fill():
             sampler.draw(batch.running, batch.step())
             if on_tokens is not None:

@@ -27,7 +27,7 @@ from transformers.trainer_callback import CallbackHandler
 from ppo_fast.errors import UserError
 from ppo_fast.models.loading import DTYPES, eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
 from ppo_fast.models.roles import Actor, adapter_settings, build_roles
-from ppo_fast.rollout import Rollout, StopStrings, check_cache, generate, packs
+from ppo_fast.rollout import Rollout, StopStrings, check_cache, generate, swaps
 from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
 from ppo_fast.training.checks import Agreement, agreement, require_agreement
@@ -126,7 +126,7 @@ class PPOTrainer:
         pad_id = self.tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
         check_cache(self.roles.policy.model)
-        if args.rollout_dtype is not None and not packs(self.accelerator.device):
+        if args.rollout_dtype is not None and not swaps(self.accelerator.device):
             raise UserError("rollout_dtype needs the C++ kernels on a CPU; leave it out, or set dtype")
         self._stop_strings = StopStrings(self.tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
         self._prompt_ids = self._tokenize(self.prompts)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from ppo_fast import ops
 from ppo_fast.errors import UserError
 from ppo_fast.models.roles import Actor, build_roles
-from ppo_fast.rollout import StopStrings, generate, packs
+from ppo_fast.rollout import StopStrings, generate, swaps
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "cohere", "granite", "gpt2", "mistral", "phi")
 PROMPTS = [[5, 11, 29, 15], [31], [7, 7, 40, 9, 12, 60, 33], [52, 20], [9, 8, 7]]
@@ -465,10 +465,10 @@ def test_kept_sets_are_what_was_drawn_from(cut, tiny_model):
     assert _sample(actor).kept_ids is None
 
 
-# Packed weights --------------------------------------------------------------------------------------------------
+# Linear layers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not packs(torch.device("cpu")), reason="needs the C++ extension")
+@pytest.mark.skipif(not swaps(torch.device("cpu")), reason="needs the C++ extension")
 def test_bfloat16_weights_give_logprobs_of_the_rounded_policy(tiny_model):
     model = tiny_model()
     rollout = _sample(Actor(model), dtype=torch.bfloat16)
@@ -484,7 +484,7 @@ def test_bfloat16_weights_give_logprobs_of_the_rounded_policy(tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_in_the_body_samples_too(dtype, tiny_model):
-    """Folded in float32, a product of its own in 16 bits: nothing of a small adapter is lost."""
+    """A product of its own, in float32 also beside 16 bits: nothing of a small adapter is lost."""
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(tiny_model().to(dtype), config).get_base_model()
     rollout = _sample(Actor(model))

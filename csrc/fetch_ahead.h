@@ -1,0 +1,7 @@
+// Fetches the next few lines of memory that a product will need. Included after vec.h, inside a namespace of
+// for_each_isa.h: no include guard.
+PPO_FAST_FN void fetch_ahead(Ahead& ahead) {
+  for (int64_t i = 0; i < ahead.lines && ahead.next < ahead.end; ++i, ahead.next += 64) {
+    __builtin_prefetch(ahead.next, 0, 2);
+  }
+}
