@@ -112,10 +112,13 @@ class Critic:
         """Values [B, T] of hidden states [B, T, H], float32."""
         return self.head(hidden.float())[..., 0]
 
-    def values(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """``V(s_t)`` of the state before each reply token, [B, T], and of the state after each row's last, [B]."""
+    def values(self, batch: TokenBatch, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``V(s_t)`` of the state before each reply token, [B, T], and of the state after each row's last, [B].
+
+        ``states`` [B, T+1, H] are its body's, with ``after_last``, where they are there already.
+        """
         with annotate("ppo_fast/value_forward"):
-            values = self.values_of(self._body.hidden(batch, after_last=True))
+            values = self.values_of(self._body.hidden(batch, after_last=True) if states is None else states)
         return values[:, :-1], values.gather(1, batch.lengths[:, None])[:, 0]
 
 

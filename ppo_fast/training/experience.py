@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ppo_fast import ops
+from ppo_fast.models.head import Head
 from ppo_fast.models.roles import Actor, Roles
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
@@ -63,22 +64,32 @@ def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -
 
 def policy_logprobs(actor: Actor, batch: Rollout, temperature: float) -> Tensor:
     """Log-probs [B, T] of the reply tokens under ``actor``, at the sampler's temperature and on its kept sets."""
-    hidden = actor.hidden(batch)
-    head = actor.head
+    return _logprobs(actor.head, actor.hidden(batch), batch, temperature)
+
+
+def _logprobs(head: Head, hidden: Tensor, batch: Rollout, temperature: float) -> Tensor:
+    """The same [n B, T] from n sets of states [n B, T, H]."""
+    n = len(hidden) // len(batch.token_ids)
+    kept_ids = None if batch.kept_ids is None else batch.kept_ids.repeat(n, 1, 1)
     return ops.linear_selected_logprobs(
         hidden,
         head.weight,
-        batch.response_ids,
-        mask=batch.response_mask,
+        batch.response_ids.repeat(n, 1),
+        mask=batch.response_mask.repeat(n, 1),
         temperature=temperature,
-        kept_ids=batch.kept_ids,
+        kept_ids=kept_ids,
         **head.kwargs(),
     )
 
 
 @torch.no_grad()
 def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress) -> Forwards:
-    """Reference log-probs and values of every reply token, and the policy's own where they are asked for."""
+    """Reference log-probs and values of every reply token, and the policy's own where they are asked for.
+
+    A body runs once for all that its states serve: a critic that is a head on the policy takes the states that its
+    log-probs were made from. Bodies that differ by an adapter run one after the other: a micro-batch has hundreds of
+    rows, at which a product of twice as many takes twice as long. Heads that are one matrix read it once.
+    """
     shape = rollout.response_mask.shape
     device = rollout.token_ids.device
     rescored = roles.policy if config.old_logprobs == "rescored" else None
@@ -89,13 +100,35 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
     for rows in micro_batches(shape[0], config.micro_batch_size, device):
         batch = rollout.rows(rows)
         width = batch.response_mask.shape[1]
+        states = {}
         for name, actor in actors.items():
             with annotate(f"ppo_fast/{name}_forward"):
-                logprobs[name][rows, :width] = policy_logprobs(actor, batch, config.temperature)
-        row_values, bootstrap[rows] = roles.critic.values(batch)
+                states[name] = actor.hidden(batch, after_last=True)
+        row_values, bootstrap[rows] = roles.critic.values(
+            batch, states.get("rescored") if roles.critic.shares_policy else None
+        )
         values[rows, :width] = row_values.where(batch.response_mask, 0.0)
+        for head, names in _by_head(actors):
+            hidden = torch.cat([states[name][:, :-1] for name in names])
+            found = _logprobs(head, hidden, batch, config.temperature)
+            for name, own in zip(names, found.chunk(len(names)), strict=True):
+                logprobs[name][rows, :width] = own
         progress(int(batch.response_mask.sum()))
     return Forwards(logprobs.get("rescored"), logprobs.get("reference"), values, bootstrap)
+
+
+def _by_head(actors: dict[str, Actor]) -> list[tuple[Head, list[str]]]:
+    """The actors' heads as they are now, each with the names of those that have it."""
+    groups: list[tuple[Head, list[str]]] = []
+    for name, actor in actors.items():
+        head = actor.head
+        for other, names in groups:
+            if head.is_same(other):
+                names.append(name)
+                break
+        else:
+            groups.append((head, [name]))
+    return groups
 
 
 def eos_rule(scores: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:

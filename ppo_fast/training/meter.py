@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ppo_fast.profiling import annotate
+from ppo_fast.training.heap import return_freed_memory
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -26,7 +27,8 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the body as phase ``name``."""
+        """Measures the body as phase ``name``, which begins without what the phase before has freed."""
+        return_freed_memory()
         _reset_peak(self._device)
         start = time.perf_counter()
         with annotate(f"ppo_fast/{name}"):

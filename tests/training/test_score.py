@@ -1,0 +1,73 @@
+"""The score pass: what it says about replies, and how often it runs which body and which head."""
+
+import pytest
+import torch
+
+from ppo_fast import ops
+from ppo_fast.training import experience
+from ppo_fast.training.experience import policy_logprobs, score
+
+
+def scored(trainer):
+    rollout = trainer._rollout(trainer._draw_prompts()[1])
+    return rollout, score(trainer.roles, rollout, trainer.args, lambda tokens: None)
+
+
+@pytest.mark.parametrize("rescored", [False, True])
+@pytest.mark.parametrize("value_model", [None, "head"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_each_role_says_what_it_says_alone(make_trainer, lora, value_model, rescored):
+    trainer = make_trainer(
+        lora=lora, trainer={"value_model": value_model}, old_logprobs="rescored" if rescored else "sampler"
+    )
+    roles = trainer.roles
+    with torch.no_grad():  # the critic's head starts at zero, and adapters as nothing
+        for parameter in (roles.policy_parameters | roles.value_parameters).values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    rollout, forwards = scored(trainer)
+    with torch.no_grad():
+        reference = policy_logprobs(roles.reference, rollout, trainer.args.temperature)
+        own = policy_logprobs(roles.policy, rollout, trainer.args.temperature)
+        values, last = roles.critic.values(rollout)
+    torch.testing.assert_close(forwards.ref_logprobs, reference, rtol=0, atol=1e-5)
+    torch.testing.assert_close(forwards.values, values.where(rollout.response_mask, 0.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(forwards.bootstrap_values, last, rtol=0, atol=1e-5)
+    assert (forwards.rescored_logprobs is not None) == rescored
+    if rescored:
+        torch.testing.assert_close(forwards.rescored_logprobs, own, rtol=0, atol=1e-5)
+        assert not torch.allclose(own, reference, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lora", "value_model", "rescored", "bodies", "heads"),
+    [
+        (True, None, False, 2, 1),  # reference, critic
+        (True, None, True, 3, 1),  # the policy too; its head is the reference's
+        (True, "head", True, 2, 1),  # policy and critic in one
+        (True, "head", False, 2, 1),
+        (False, "head", True, 2, 2),  # the reference is a copy, and so is its head
+    ],
+)
+def test_nothing_runs_twice(make_trainer, monkeypatch, lora, value_model, rescored, bodies, heads):
+    trainer = make_trainer(
+        lora=lora,
+        trainer={"value_model": value_model},
+        old_logprobs="rescored" if rescored else "sampler",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+    )
+    rollout = trainer._rollout(trainer._draw_prompts()[1])
+    count = {"bodies": 0, "heads": 0}
+    models = {id(m): m for m in (trainer.roles.policy.model, trainer.roles.reference.model)}.values()
+    for model in [*models, *([trainer.roles.critic_model] if trainer.roles.critic_model is not None else [])]:
+        model.base_model.register_forward_pre_hook(lambda *_: count.update(bodies=count["bodies"] + 1))
+    original = ops.linear_selected_logprobs
+
+    def counted(*args, **kwargs):
+        count["heads"] += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(experience.ops, "linear_selected_logprobs", counted)
+    score(trainer.roles, rollout, trainer.args, lambda tokens: None)
+    assert count == {"bodies": bodies, "heads": heads}
