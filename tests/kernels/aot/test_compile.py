@@ -109,9 +109,13 @@ def describe(launch: Launch) -> str:
     return f"{launch.kernel.__name__} {compiled.signature} {compiled.constants} {compiled.attrs} {launch.options}"
 
 
-def logits_launches(dtype: torch.dtype, V: int, *, optional: bool, backward: bool) -> list[Launch]:
+def logits_launches(
+    dtype: torch.dtype, V: int, *, optional: bool, backward: bool, apart: int | None = None
+) -> list[Launch]:
+    """``apart``: elements from the first [3, V] rows of logits to the second."""
     stat = torch.float64 if dtype == torch.float64 else torch.float32
-    logits, ids = torch.empty(2, 3, V, dtype=dtype), torch.empty(2, 3, dtype=torch.int64)
+    logits = torch.empty_strided((2, 3, V), (3 * V if apart is None else apart, V, 1), dtype=dtype)
+    ids = torch.empty(2, 3, dtype=torch.int64)
     row, mask = torch.empty(2, 3, dtype=stat), torch.empty(2, 3, dtype=torch.bool)
     maybe_mask = mask if optional else None
     if not backward:
@@ -235,6 +239,8 @@ def variants() -> dict[str, Variant]:
             add(f"{name}-plain", logits_launches(dtype, 151_936, optional=False, backward=backward))
             add(f"{name}-odd", logits_launches(dtype, 5001, optional=True, backward=backward))
             add(f"{name}-small", logits_launches(dtype, 100, optional=True, backward=backward))
+            far = logits_launches(dtype, 151_936, optional=True, backward=backward, apart=2**31)
+            add(f"{name}-far", far)
     for stat in (torch.float32, torch.float64):
         name = str(stat).removeprefix("torch.")
         add(name, gae_launches(stat, 4000, optional=True), everywhere=True)
