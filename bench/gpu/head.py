@@ -98,6 +98,8 @@ def bench_head(machine: Machine, shape: tuple[int, int, int]) -> Numbers:
         "eager": without_grad(peers.eager_linear_logprobs),
         "torch.compile": without_grad(machine.compiled(peers.eager_linear_logprobs)),
     }
+    if peers.NO_TRL is None:
+        scoring["TRL"] = without_grad(peers.trl_trainers_linear_logprobs)
     results: Numbers = {"errors": errors, "gemms": gemms, "scoring": measure(machine, scoring)}
 
     rest = x.ids, x.old, x.advantages, ENTROPY_COEF
