@@ -24,4 +24,4 @@ if $PYTHON -c 'import pytest' 2> /dev/null; then
 else
     echo "pytest is not installed: the GPU tests are left out, the bench still checks values before it times"
 fi
-$PYTHON bench/gpu.py "$@"
+$PYTHON -m gpu "$@"

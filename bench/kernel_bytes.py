@@ -18,7 +18,7 @@ from pathlib import Path
 from ppo_fast.kernels import head_scores, kept, linear_sample, ppo_loss, value_loss
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
-ID, STAT, WIDE, BOOL = 8, 4, 8, 1  # bytes of an int64 id, a float32, a float64, a mask's element
+ID, INT, STAT, WIDE, BOOL = 8, 4, 4, 8, 1  # bytes of an int64 id, an int32, a float32, a float64, a mask's element
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,17 @@ def sample_race(n: int, H: int, V: int, width: int, tile: head_scores.Tile) -> C
         n_splits * n * 6 * STAT,
         products.flops,
         (n + V) * H * width + n * (2 * ID + STAT + ID + 2 * STAT),
+    )
+
+
+def sample_finish(n: int, n_splits: int) -> Count:
+    """Of the splits' five numbers and id a row, the maximum read twice."""
+    results = ID + 2 * STAT
+    return Count(
+        n * (n_splits * (6 * STAT + INT) + STAT),
+        n * results,
+        0,
+        n * (n_splits * (5 * STAT + INT) + STAT + results),
     )
 
 
@@ -182,6 +193,12 @@ def value_loss_tokens(n: int, rows: int) -> Count:
     )
 
 
+def combined_sums(n: int, n_sums: int) -> Count:
+    """Of the programs that the losses of ``n`` tokens take."""
+    reads, writes = _blocks(n, ppo_loss._BLOCK) * (n_sums + 1) * WIDE, STAT + n_sums * WIDE
+    return Count(reads, writes, 0, reads + writes)
+
+
 # ------------------------------------------------------------------------------------------------------------- the page
 
 N, H, V, K = 2048, 4096, 151_936, 64
@@ -189,6 +206,7 @@ B, T = 512, 1024
 WIDTH = 2  # bfloat16
 _TILE = head_scores._TILES["sm_90", WIDTH]
 _FEW = head_scores._FEW_TILES[WIDTH]
+_RACE_SPLITS = head_scores.splits(64, V, linear_sample._TILES[WIDTH])[0]
 
 ROWS: list[tuple[str, str, Callable[[], Count]]] = [
     ("selected_logprobs", "forward, logits bf16", lambda: selected_logprobs_forward(N, V, WIDTH)),
@@ -201,6 +219,7 @@ ROWS: list[tuple[str, str, Callable[[], Count]]] = [
     ("head_scores", "GEMM, 256 tokens", lambda: head_score(256, H, V, WIDTH, _TILE)),
     ("head_scores", "GEMM, 16 tokens", lambda: head_score(16, H, V, WIDTH, _FEW)),
     ("linear_sample", "GEMM, 64 rows", lambda: sample_race(64, H, V, WIDTH, linear_sample._TILES[WIDTH])),
+    ("linear_sample", "splits of 64 rows", lambda: sample_finish(64, _RACE_SPLITS)),
     ("linear_sample", "GEMM, 16 rows", lambda: sample_race(16, H, V, WIDTH, linear_sample._FEW_TILES[WIDTH])),
     ("kept", "forward", lambda: kept_forward(N, K, H, WIDTH)),
     ("kept", "gradient of logits", lambda: kept_gradient(N, K)),
@@ -210,7 +229,9 @@ ROWS: list[tuple[str, str, Callable[[], Count]]] = [
     ("gae", "scan", lambda: gae_scan(B, T)),
     ("gae", "moments of rows", lambda: gae_moments(B)),
     ("ppo_loss", "tokens", lambda: ppo_loss_tokens(B * T, B)),
+    ("ppo_loss", "sums of programs", lambda: combined_sums(B * T, ppo_loss._N_SUMS)),
     ("value_loss", "tokens", lambda: value_loss_tokens(B * T, B)),
+    ("value_loss", "sums of programs", lambda: combined_sums(B * T, value_loss._N_SUMS)),
 ]
 
 

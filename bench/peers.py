@@ -66,8 +66,15 @@ def trl_linear_ppo(
     return ppo_terms(*trl_linear_logprobs(hidden, weight, ids, tile), old, advantages, entropy_coef).mean()
 
 
+def trl_trainers_linear_logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """TRL 1.16's chunked head with the tile of its own trainers, made for GPUs."""
+    from trl.trainer import utils
+
+    return trl_linear_logprobs(*arguments, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+
+
 def trl_trainers_linear_ppo(*arguments: Any) -> Tensor:
-    """The same with the tile of TRL's own trainers, made for GPUs."""
+    """The mean clipped PPO loss with that tile."""
     from trl.trainer import utils
 
     return trl_linear_ppo(*arguments, utils._CHUNKED_LOGPROB_CHUNK_SIZE)

@@ -1,18 +1,16 @@
 """Log-probs and entropy from hidden states, for scoring: a GEMM whose epilogue takes the statistics of its tile.
 
 Pipeline. A program has a block of tokens and one split of the vocabulary, which it walks tile by tile: products of the
-tile by tensor cores, then, on the accumulators, bias, logit scale, softcap, the running maximum of every token, its
-sums of e = exp((x - m) / temperature) and of e * log e, and its own token's logit. No logit reaches memory: a program
-leaves four numbers a token. A second kernel adds the splits up in order. Neighbouring programs are different tokens on
-the same split, so that a tile of the weight is read from memory once and from the cache by the others.
+tile by tensor cores, then, on the accumulators, bias, logit scale, softcap, the running statistics of every token
+(`partials`) and its own token's logit. No logit reaches memory: a program leaves four numbers a token. A second kernel
+adds the splits up in order. Neighbouring programs are different tokens on the same split, so that a tile of the weight
+is read from memory once and from the cache by the others.
 
 The split is fixed by shape and tile, and no program adds to another's memory: the same inputs give the same bits.
 
 Numerics. Accumulators and statistics are float32. float32 operands are multiplied in full precision, or as TF32 where
 torch.get_float32_matmul_precision() allows that. Maxima start at -inf; columns past V become -inf before the maximum
-and before exp; while nothing but -inf has been seen, 0 stands in for the maximum, and -inf contributes 0 to the
-entropy, not 0 * -inf. The split that has the maximum enters with factor 1, so that the sum is at least 1: no log-prob
-is above 0, no entropy below.
+and before exp.
 
 Interpreted on CPU tensors and compiled for sm_80, 89, 90, 100, 120 and gfx942 by the tests; not run on a GPU.
 """
@@ -33,6 +31,7 @@ from triton.testing import do_bench
 
 from ppo_fast.kernels.common import COMPILE, LOG2_E, NEG_INF, chip, on_device_of
 from ppo_fast.kernels.logits import finished, over, shaped
+from ppo_fast.kernels.partials import folded, highest, of_split
 
 
 class Tile(NamedTuple):
@@ -171,16 +170,7 @@ def _score_kernel(
             HAS_SOFTCAP, EVEN_H, PRECISION, BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         target += tl.sum(tl.where(columns[None, :] == token[:, None], z, 0.0), axis=1)
-        new_top = tl.maximum(top, tl.max(z, axis=1))
-        base = tl.where(new_top == NEG_INF, 0.0, new_top)
-        drop = tl.maximum((top - base) * scale, -16384.0)
-        shrink = tl.exp2(drop)
-        u = (z - base[:, None]) * scale[:, None]
-        e = tl.exp2(u)
-        if ENTROPY:
-            moment = shrink * (moment + drop * mass) + tl.sum(tl.where(e == 0.0, 0.0, e * u), axis=1)
-        mass = shrink * mass + tl.sum(e, axis=1)
-        top = new_top
+        top, mass, moment, _ = folded(z, top, mass, moment, scale, ENTROPY)
 
     n_parts: tl.constexpr = 4 if ENTROPY else 3
     parts_ptr += split.to(tl.int64) * n_parts * n + rows
@@ -217,22 +207,18 @@ def _combine_splits_kernel(
         parts = 4
     step = tl.cast(parts, tl.int64) * n
 
-    top = tl.full((ROWS,), NEG_INF, tl.float32)
-    for split in range(n_splits):
-        top = tl.maximum(top, tl.load(parts_ptr + split * step + rows, mask=stored, other=NEG_INF))
-    base = tl.where(top == NEG_INF, 0.0, top)
+    top, base = highest(parts_ptr + rows, stored, step, n_splits)
     mass = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
     target = tl.zeros((ROWS,), tl.float32)
     for split in range(n_splits):
         part_ptr = parts_ptr + split * step + rows
-        drop = tl.maximum((tl.load(part_ptr, mask=stored, other=NEG_INF) - base) * scale, -16384.0)
-        part_mass = tl.load(part_ptr + n, mask=stored, other=0.0)
-        shrink = tl.exp2(drop)
+        moment_ptr = None
         if entropy_ptr is not None:
-            part_moment = tl.load(part_ptr + 3 * n, mask=stored, other=0.0)
-            moment += shrink * (part_moment + drop * part_mass)
-        mass += shrink * part_mass
+            moment_ptr = part_ptr + 3 * n
+        part_mass, part_moment, _ = of_split(part_ptr, moment_ptr, stored, n, base, scale)
+        mass += part_mass
+        moment += part_moment
         target += tl.load(part_ptr + 2 * n, mask=stored, other=0.0)
 
     token = tl.load(token_ids_ptr + rows, mask=stored, other=0)

@@ -28,6 +28,7 @@ from ppo_fast.kernels import head_scores
 from ppo_fast.kernels.common import COMPILE, LN_2, LOG2_E, NEG_INF, on_device_of
 from ppo_fast.kernels.head_scores import tile_logits
 from ppo_fast.kernels.logits import over
+from ppo_fast.kernels.partials import folded, highest, of_split
 
 # Rows combined at a time, in one warp.
 _COMBINE_ROWS = 32
@@ -107,15 +108,7 @@ def _race_kernel(
             hidden_row, hidden_column, weight_row, weight_column,
             HAS_SOFTCAP, EVEN_H, PRECISION, BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(z, axis=1))
-        base = tl.where(new_top == NEG_INF, 0.0, new_top)
-        drop = tl.maximum((top - base) * scale, -16384.0)
-        shrink = tl.exp2(drop)
-        u = (z - base[:, None]) * scale[:, None]
-        e = tl.exp2(u)
-        moment = shrink * (moment + drop * mass) + tl.sum(tl.where(e == 0.0, 0.0, e * u), axis=1)
-        mass = shrink * mass + tl.sum(e, axis=1)
-
+        new_top, mass, moment, base = folded(z, top, mass, moment, scale, True)
         blocks = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
         noise = _noise(seed, position, tl.broadcast_to(blocks[None, :], (BLOCK_N, BLOCK_V // 4)))
         key = (z - base[:, None]) * inverse[:, None] + tl.where(greedy[:, None], 0.0, noise)
@@ -161,10 +154,7 @@ def _finish_kernel(
     scale = inverse * LOG2_E
     width = tl.cast(n, tl.int64)
     step = 5 * width
-    top = tl.full((ROWS,), NEG_INF, tl.float32)
-    for split in range(n_splits):
-        top = tl.maximum(top, tl.load(parts_ptr + split * step + rows, mask=stored, other=NEG_INF))
-    base = tl.where(top == NEG_INF, 0.0, top)
+    top, base = highest(parts_ptr + rows, stored, step, n_splits)
     mass = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
     best = tl.full((ROWS,), NEG_INF, tl.float32)
@@ -172,12 +162,9 @@ def _finish_kernel(
     drawn = tl.zeros((ROWS,), tl.int32)
     for split in range(n_splits):
         part_ptr = parts_ptr + split * step + rows
-        behind = tl.load(part_ptr, mask=stored, other=NEG_INF) - base
-        drop = tl.maximum(behind * scale, -16384.0)
-        shrink = tl.exp2(drop)
-        part_mass = tl.load(part_ptr + n, mask=stored, other=0.0)
-        moment += shrink * (tl.load(part_ptr + 2 * n, mask=stored, other=0.0) + drop * part_mass)
-        mass += shrink * part_mass
+        part_mass, part_moment, behind = of_split(part_ptr, part_ptr + 2 * n, stored, n, base, scale)
+        mass += part_mass
+        moment += part_moment
         key = tl.load(part_ptr + 3 * n, mask=stored, other=NEG_INF)
         key = tl.where(key == NEG_INF, NEG_INF, key + behind * inverse)
         better = key > best

@@ -8,12 +8,15 @@ TRITON_INTERPRET is read when a kernel is defined, so one process can either int
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for launches.py
 
 INTERPRET = Path(__file__).parent / "interpret"
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -63,4 +66,33 @@ def hardware_bfloat16() -> Iterator[None]:
             "create_fp_to_fp",
             lambda self, x, to, mode: rounded(x) if is_rounding(x, to) else convert(self, x, to, mode),
         )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scan_as_a_tree() -> Iterator[None]:
+    """Associative scans by doubling, as GPUs make them. The interpreter takes one element after the other: the same for
+    a map that isn't associative, and a thousand times slower."""
+    if not INTERPRETING:
+        yield
+        return
+    import numpy as np
+    from triton.runtime.interpreter import ScanOps
+
+    def scan(self: Any, inputs: Any) -> list[Any]:
+        arrays, types = [x.handle.data for x in inputs], [x.dtype for x in inputs]
+        size = arrays[0].size
+        assert arrays[0].shape == (size,)
+        shift = 1
+        while shift < size:
+            before = [self.to_tensor(np.roll(x, shift), t) for x, t in zip(arrays, types, strict=True)]
+            here = [self.to_tensor(x, t) for x, t in zip(arrays, types, strict=True)]
+            both = self.combine_fn.fn(*before, *here)
+            has_one = np.arange(size) >= shift
+            arrays = [np.where(has_one, y.handle.data, x) for x, y in zip(arrays, both, strict=True)]
+            shift *= 2
+        return [self.to_tensor(x, t) for x, t in zip(arrays, types, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScanOps, "generic_scan", scan)
         yield

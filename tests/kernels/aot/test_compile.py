@@ -25,12 +25,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
+from launches import replace_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
 from ppo_fast.kernels import (
-    common,
     gae,
     head_scores,
     kept,
@@ -53,7 +53,6 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
 }
-MODULES = (selected_logprobs, gae, ppo_loss, value_loss, linear_head, head_scores, linear_sample, kept, common)
 
 
 class Launch(NamedTuple):
@@ -83,10 +82,7 @@ def record(call: Callable[[], object]) -> list[Launch]:
             return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in MODULES:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, JITFunction) and name.endswith("kernel"):
-                    patch.setattr(module, name, Recorder(value))
+        replace_kernels(patch, lambda name, kernel: Recorder(kernel))
         call()
     return launches
 
@@ -113,9 +109,13 @@ def describe(launch: Launch) -> str:
     return f"{launch.kernel.__name__} {compiled.signature} {compiled.constants} {compiled.attrs} {launch.options}"
 
 
-def logits_launches(dtype: torch.dtype, V: int, *, optional: bool, backward: bool) -> list[Launch]:
+def logits_launches(
+    dtype: torch.dtype, V: int, *, optional: bool, backward: bool, apart: int | None = None
+) -> list[Launch]:
+    """``apart``: elements from the first [3, V] rows of logits to the second."""
     stat = torch.float64 if dtype == torch.float64 else torch.float32
-    logits, ids = torch.empty(2, 3, V, dtype=dtype), torch.empty(2, 3, dtype=torch.int64)
+    logits = torch.empty_strided((2, 3, V), (3 * V if apart is None else apart, V, 1), dtype=dtype)
+    ids = torch.empty(2, 3, dtype=torch.int64)
     row, mask = torch.empty(2, 3, dtype=stat), torch.empty(2, 3, dtype=torch.bool)
     maybe_mask = mask if optional else None
     if not backward:
@@ -151,10 +151,20 @@ def value_launches(stat: torch.dtype, *, optional: bool) -> list[Launch]:
     return record(lambda: value_loss.value_loss(x, x, x, mask, weights, 0.2 if optional else None))
 
 
-def head_launches(n: int, dtype: torch.dtype, *, optional: bool, H: int = 64, gradient: bool = False) -> list[Launch]:
+def head_launches(
+    n: int,
+    dtype: torch.dtype,
+    *,
+    optional: bool,
+    H: int = 64,
+    V: int = 5008,
+    transposed: bool = False,
+    gradient: bool = False,
+) -> list[Launch]:
     """Of scoring n tokens by `head_scores`, or of both row kernels around the vendor's products."""
-    V, stat = 5008, torch.float64 if dtype == torch.float64 else torch.float32
-    hidden, weight = torch.empty(n, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    stat = torch.float64 if dtype == torch.float64 else torch.float32
+    hidden = torch.empty(n, H, dtype=dtype)
+    weight = torch.empty(H, V, dtype=dtype).T if transposed else torch.empty(V, H, dtype=dtype)
     ids, row = torch.empty(n, dtype=torch.int64), torch.zeros(n, dtype=stat)
     bias, temperature = (torch.empty(V, dtype=stat), row) if optional else (None, None)
     softcap, scale = (30.0, 0.5) if optional else (None, 1.0)
@@ -229,6 +239,8 @@ def variants() -> dict[str, Variant]:
             add(f"{name}-plain", logits_launches(dtype, 151_936, optional=False, backward=backward))
             add(f"{name}-odd", logits_launches(dtype, 5001, optional=True, backward=backward))
             add(f"{name}-small", logits_launches(dtype, 100, optional=True, backward=backward))
+            far = logits_launches(dtype, 151_936, optional=True, backward=backward, apart=2**31)
+            add(f"{name}-far", far)
     for stat in (torch.float32, torch.float64):
         name = str(stat).removeprefix("torch.")
         add(name, gae_launches(stat, 4000, optional=True), everywhere=True)
@@ -242,11 +254,14 @@ def variants() -> dict[str, Variant]:
             continue
         add(f"{name}-plain", head_launches(200, dtype, optional=False))
         add(f"{name}-odd", head_launches(200, dtype, optional=True, H=65))
+        add(f"{name}-transposed", head_launches(200, dtype, optional=True, transposed=True))
         add(f"{name}-head-plain", head_launches(16, dtype, optional=False, gradient=True))
+        add(f"{name}-head-odd", head_launches(16, dtype, optional=True, V=5001, gradient=True))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = f"{str(dtype).removeprefix('torch.')}-head"
         add(name, head_launches(16, dtype, optional=True, gradient=True), everywhere=dtype != torch.float16)
     add("float64-head", head_launches(16, torch.float64, optional=True, gradient=True))
+    add("float16-draw", draw_launches(64, torch.float16, optional=True))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"{str(dtype).removeprefix('torch.')}-draw"
         add(name, draw_launches(64, dtype, optional=True), everywhere=dtype == torch.bfloat16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from launches import replace_kernels
+from triton.runtime.interpreter import InterpreterBuilder
 
 import kernel_bytes as model
 from ppo_fast.kernels import (
-    common,
     gae,
     head_scores,
     kept,
@@ -29,9 +28,6 @@ from ppo_fast.kernels import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
-MODULES: tuple[ModuleType, ...] = (
-    common, gae, head_scores, kept, linear_head, linear_sample, ppo_loss, selected_logprobs, value_loss,
-)  # fmt: skip
 Found = dict[str, list[int]]  # kernel -> bytes read, bytes written, operations in products
 
 
@@ -72,10 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]],
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", counting_dot)
-    for module in MODULES:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, InterpretedFunction) and name.endswith("kernel"):
-                monkeypatch.setattr(module, name, Named(name.strip("_"), value))
+    replace_kernels(monkeypatch, Named)
 
     def count(call: Callable[[], object]) -> Found:
         found.clear()
@@ -135,6 +128,7 @@ def test_drawing(counted: Callable[..., Found]) -> None:
     found = counted(lambda: linear_sample.draw(hidden, weight, None, torch.ones(n), keys, None, 1.0))
     tile = head_scores.fitted(linear_sample._TILES[4], H)
     assert found["race_kernel"] == as_list(model.sample_race(n, H, V, 4, tile))
+    assert found["finish_kernel"] == as_list(model.sample_finish(n, head_scores.splits(n, V, tile)[0]))
 
 
 @pytest.mark.parametrize(("H", "same"), [(33, False), (600, True)])
@@ -166,8 +160,10 @@ def test_rows_of_tokens(counted: Callable[..., Found], T: int) -> None:
     assert found["merge_moments_kernel"] == as_list(model.gae_moments(B))
     found = counted(lambda: ppo_loss.ppo_loss(x, x, x, mask, row, x, x, 0.2, 0.2, None, 0, 0.0, 0.0, 3))
     assert found["ppo_loss_kernel"] == as_list(model.ppo_loss_tokens(B * T, B))
+    assert found["combine_kernel"] == as_list(model.combined_sums(B * T, ppo_loss._N_SUMS))
     found = counted(lambda: value_loss.value_loss(x, x, x, mask, row, 0.2))
     assert found["value_loss_kernel"] == as_list(model.value_loss_tokens(B * T, B))
+    assert found["combine_kernel"] == as_list(model.combined_sums(B * T, value_loss._N_SUMS))
 
 
 def test_the_page_is_what_the_code_says() -> None:

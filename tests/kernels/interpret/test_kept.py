@@ -136,6 +136,29 @@ def test_through_the_public_op(accurate: Callable[..., None]) -> None:
         accurate(got.detach(), want, single)
 
 
+def test_masked_tokens_are_never_read() -> None:
+    """NaN in their hidden states and temperature, ids that are none."""
+    case = make(6, 33, 40, 7)
+    mask = torch.tensor([True, False, True, False, False, True])
+    poisoned = case._replace(
+        hidden=torch.where(mask[:, None], case.hidden, torch.nan),
+        token_ids=torch.where(mask, case.token_ids, -7),
+        kept_ids=torch.where(mask[:, None], case.kept_ids, 99),
+    )
+    found = []
+    for x, live in ((case, {}), (poisoned, {"mask": mask})):
+        hidden = x.hidden.clone().requires_grad_()
+        with ops.backends.force("triton"):
+            logprobs = ops.linear_selected_logprobs(
+                hidden, x.weight, x.token_ids, temperature=case.temperature, kept_ids=x.kept_ids, **live
+            )
+            logprobs.backward(case.c)
+        found.append((logprobs.detach(), hidden.grad))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got[mask], want[mask])
+        assert not bool(got[~mask].any())
+
+
 def test_an_id_in_many_sets_is_added_up_by_one_program_in_order(accurate: Callable[..., None]) -> None:
     case = make(70, 16, 9, 8, torch.bfloat16)
     assert int((case.kept_ids == 3).sum()) > 40

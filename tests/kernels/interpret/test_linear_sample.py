@@ -162,6 +162,18 @@ def test_rows_without_a_distribution(value: float) -> None:
     assert bool(logprobs.isnan().all())
 
 
+@pytest.mark.parametrize("where", [0, 63, 64, 500])
+def test_peaked_rows(where: int) -> None:
+    """One logit 40 above the rest, in the first tile, on its border, in the last: drawn, and certain to rounding."""
+    hidden, weight = make(30, 16, 501)
+    bias = torch.zeros(501)
+    bias[where] = 40.0
+    ids, logprobs, entropy = kernels.draw(hidden, 0.1 * weight, bias, None, make_keys(30), None, 1.0)
+    assert bool((ids == where).all())
+    assert bool(((logprobs <= 0) & (logprobs > -1e-6)).all())
+    assert bool(((entropy >= 0) & (entropy < 1e-6)).all())
+
+
 def test_banned_tokens_are_never_drawn() -> None:
     hidden, weight = make(30, 16, 300)
     bias = torch.zeros(300)

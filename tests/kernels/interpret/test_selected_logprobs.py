@@ -337,20 +337,6 @@ def test_strides(run: Callable[..., Result], layout: str) -> None:
         assert torch.equal(got, expected)
 
 
-def test_one_row_expanded_past_two_to_the_31_elements() -> None:
-    """4097 rows of 2^19 columns, all the same memory; only the last one live, or the interpreter takes minutes."""
-    V, N = 2**19, 4097
-    row = random_logits(1, 1, V, torch.bfloat16)
-    mask = torch.zeros(1, N, dtype=torch.bool)
-    mask[0, -1] = True
-    ids = torch.full((1, N), 12345)
-    logprobs, entropy, _ = kernels.selected_logprobs(row.expand(1, N, V), ids, torch.ones(1, N), mask, True)
-    exact = row[0, 0].double().log_softmax(0)
-    torch.testing.assert_close(logprobs[0, -1].double(), exact[12345], rtol=5e-7, atol=0)
-    torch.testing.assert_close(entropy[0, -1].double(), -(exact.exp() * exact).sum(), rtol=1e-6, atol=0)
-    assert not bool(logprobs[0, :-1].any())
-
-
 @pytest.mark.parametrize(("shape", "strides"), [((3, 2), (2**30, 2048)), ((2, 3), (2048, 2**30))], ids=["A", "B"])
 def test_offsets_past_two_to_the_31_elements(shape: tuple[int, int], strides: tuple[int, int]) -> None:
     """Six rows in a storage of 4 GiB, of which only their pages are ever touched; forward, backward, and in place."""
