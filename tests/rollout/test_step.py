@@ -144,11 +144,11 @@ LIMITS = [12, 3, 9, 1, 12, 2, 12, 7, 12, 5]
     ],
 )
 def test_rounding_up_changes_nothing(family, more, tiny_model, graphs, monkeypatch):
-    """10 replies through 7 slots, then 6, 5, ... rows as they end, against exact shapes on the CPU's own path."""
+    """10 replies through 7 slots, then 6, 5, ... rows, against 10 at once in exact shapes, the CPU's way."""
     actor = Actor(tiny_model(family))
     prompts = PROMPTS + PROMPTS[::-1]
-    settings = {"steps": LIMITS, "slots": 7} | more
-    replayed = _sample(actor, prompts, **settings)
+    settings = {"steps": LIMITS} | more
+    replayed = _sample(actor, prompts, **settings, slots=7)
     assert graphs.replayed > 3
     monkeypatch.undo()
     _same(replayed, _sample(actor, prompts, **settings))
