@@ -21,6 +21,7 @@ Run on CPUs, on fake CUDA tensors, and with recorded operations replayed in plac
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -176,17 +177,25 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class Capture:
     """Makes graphs that share one pool of memory."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """What launches the kernels of ``run`` again. Captured, they haven't run yet."""
         graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(self._device)
         # Other threads (a data loader's, a progress bar's) may go on calling CUDA.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capturing:
             run()
         return graph.replay
 
@@ -215,7 +224,7 @@ class Graphs:
         elif shape in self._replays:
             self._replays[shape]()
         elif shape in self._seen:
-            self._capture = self._capture or Capture()
+            self._capture = self._capture or Capture(self._device)
             self._replays[shape] = replay = self._capture(lambda: self._compute(shape))
             replay()
         else:

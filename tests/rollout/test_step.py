@@ -63,7 +63,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     seen = Graphs()
 
     class Capture:
-        def __init__(self) -> None:
+        def __init__(self, device: torch.device) -> None:
             seen.captured.append(0)
 
         def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -173,7 +173,7 @@ def test_replays_have_the_bits_of_plain_steps(tiny_model, graphs, monkeypatch):
     actor = Actor(tiny_model())
     replayed = _sample(actor, eos_ids=(), slots=3)
     assert graphs.replayed > 10
-    monkeypatch.setattr(step, "Capture", lambda: lambda run: run)
+    monkeypatch.setattr(step, "Capture", lambda device: lambda run: run)
     plain = _sample(actor, eos_ids=(), slots=3)
     assert torch.equal(replayed.token_ids, plain.token_ids)
     assert torch.equal(replayed.logprobs, plain.logprobs)

@@ -52,7 +52,7 @@ def test_replays_have_the_bits_of_plain_steps(family, dtype, more, tiny_model, r
     actor = Actor(tiny_model(family).to("cuda", dtype))
     captured = sample(actor, **more)
     assert len(replays) > 40
-    monkeypatch.setattr(step, "Capture", lambda: lambda run: run)
+    monkeypatch.setattr(step, "Capture", lambda device: lambda run: run)
     plain = sample(actor, **more)
     assert torch.equal(captured.token_ids, plain.token_ids)
     assert torch.equal(captured.logprobs, plain.logprobs)
