@@ -19,7 +19,7 @@ LIMITS = [30, 12, 90, 7, 60]
 
 
 def sample(actor: Actor, **more: Any) -> Any:
-    settings = {"max_new_tokens": LIMITS, "temperature": 0.8, "eos_ids": (1,), "pad_id": 0, "seeds": range(5)} | more
+    settings = {"max_new_tokens": LIMITS, "temperature": 0.8, "eos_ids": (), "pad_id": 0, "seeds": range(5)} | more
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # one says that steps weren't captured
         return generate(actor, PROMPTS, **settings)
