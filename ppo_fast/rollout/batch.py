@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ppo_fast.models.tokens import TokenBatch
 
+MOST_KEPT = 1024
+"""Tokens that top-k and top-p leave at most: each is stored with its position, and scored again in training."""
+
 
 @dataclass(frozen=True)
 class Rollout(TokenBatch):
@@ -19,6 +22,17 @@ class Rollout(TokenBatch):
     logprobs: Tensor  # float32 [B, T], nats, 0 where not live
     finished: Tensor  # bool [B], ended by an EOS id or a stop string, not by the limit
     kept_ids: Tensor | None = None  # int64 [B, T, K], under top-k or top-p what each token was drawn from, then -1
+
+    @property
+    def kept_at_limit(self) -> float | None:
+        """The share of tokens whose kept set has the most tokens there can be, `MOST_KEPT`; None if nothing was cut.
+
+        Where top-p is the only cut, their nucleus may have been wider, and less than a share p was sampled from.
+        """
+        if self.kept_ids is None:
+            return None
+        full = (self.kept_ids >= 0).sum(-1)[self.response_mask] == MOST_KEPT
+        return float(full.double().mean())
 
     def rows(self, index: Tensor) -> Rollout:
         """The chosen rows, cut to the widest prompt and reply among them."""

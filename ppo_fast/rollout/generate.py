@@ -14,29 +14,26 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_fast import ops
 from ppo_fast.models.head import Head
 from ppo_fast.models.roles import Actor
 from ppo_fast.models.tokens import pad_prompts
 from ppo_fast.profiling import annotate
-from ppo_fast.rollout.batch import Rollout
+from ppo_fast.rollout.batch import MOST_KEPT, Rollout
 from ppo_fast.rollout.linears import small_linears, swaps
 from ppo_fast.rollout.slots import Pass, SlotCache, check_cache
+from ppo_fast.rollout.step import DecodeStep, Row, Sampler
 from ppo_fast.rollout.stops import StopStrings
 
 MOST_SLOTS = 64
 """Replies that run at a time unless told otherwise: as many rows as `small_linear` takes in one reading of a weight."""
 
-MOST_KEPT = 1024
-"""Tokens that top-k and top-p leave at most: each is stored with its position, and scored again in training."""
-
-PREFILL_TOKENS = 192
-"""Prompt tokens in one pass. The products gain nothing from more, and activations take memory."""
+PREFILL_TOKENS, PREFILL_TOKENS_GPU = 192, 4096
+"""Prompt tokens in one pass. A CPU's products gain nothing from more, and activations take memory; not measured on a
+GPU, whose products want a few thousand rows."""
 
 
 @torch.no_grad()
@@ -106,16 +103,18 @@ def generate(
         _Reply(tuple(prompt), int(seed), limit) for prompt, seed, limit in zip(prompt_ids, seeds, limits, strict=True)
     ]
     capacity = max(len(reply.prompt) + reply.limit - 1 for reply in replies)
-    batch = _Batch(actor, replies, SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity))
-    cut = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    sampler = _Sampler(head, cut, eos_ids, min_new_tokens, stop_strings)
+    cache = SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity)
+    banned = eos_ids if min_new_tokens else ()
+    sampler = Sampler(head, cache.slots, temperature=temperature, top_k=top_k, top_p=top_p, banned_early=banned)
+    step = DecodeStep(actor.model.base_model, cache, sampler, actor.device)
+    batch = _Batch(actor, replies, cache, step, _Ends(eos_ids, min_new_tokens, stop_strings))
     linears = small_linears(actor.model.base_model, dtype) if swaps(actor.device) else contextlib.nullcontext()
-    with actor.activated(), batch.cache.attached(actor.model), linears, annotate("ppo_fast/decode"):
+    with actor.activated(), cache.attached(actor.model), linears, annotate("ppo_fast/decode"):
         while batch.fill():
-            sampler.draw(batch.running, batch.step())
+            batch.step()
             if on_tokens is not None:
                 on_tokens(len(batch.running))
-            batch.drop(sampler.ended)
+            batch.drop()
     return _rollout(replies, pad_id, actor.device)
 
 
@@ -133,13 +132,33 @@ class _Reply:
     finished: bool = False
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """What ends a reply."""
+
+    eos_ids: tuple[int, ...]
+    min_new_tokens: int
+    stop_strings: StopStrings | None
+
+    def bans_eos(self, reply: _Reply) -> bool:
+        """For the next token."""
+        return len(reply.ids) < self.min_new_tokens and bool(self.eos_ids)
+
+    def ended(self, reply: _Reply) -> bool:
+        """By EOS, by a stop string, or at the limit; the first two make it finished."""
+        reply.finished = reply.ids[-1] in self.eos_ids or (
+            self.stop_strings is not None and len(reply.ids) >= self.min_new_tokens and self.stop_strings.end(reply.ids)
+        )
+        return reply.finished or len(reply.ids) == reply.limit
+
+
 class _Batch:
     """Who runs in which slot, and who waits."""
 
-    def __init__(self, actor: Actor, replies: list[_Reply], cache: SlotCache) -> None:
-        self.cache = cache
+    def __init__(self, actor: Actor, replies: list[_Reply], cache: SlotCache, step: DecodeStep, ends: _Ends) -> None:
         self.running: list[_Reply] = []  # reply i is in slot i
         self._body, self._device = actor.model.base_model, actor.device
+        self._cache, self._step, self._ends = cache, step, ends
         self._waiting: dict[tuple[int, ...], deque[_Reply]] = {}  # by prompt
         for reply in replies:
             self._waiting.setdefault(reply.prompt, deque()).append(reply)
@@ -147,7 +166,7 @@ class _Batch:
     def fill(self) -> bool:
         """Gives the free slots to those who wait. False when nobody is left."""
         new, copies = [], []
-        while self._waiting and len(self.running) < self.cache.slots:
+        while self._waiting and len(self.running) < self._cache.slots:
             reply, slot = self._next(next(iter(self._waiting))), len(self.running)
             source = next((i for i, other in enumerate(self.running) if other.prompt == reply.prompt), None)
             if source is None:
@@ -157,22 +176,40 @@ class _Batch:
             self.running.append(reply)
         self._compute_prompts(new)
         for copy in copies:
-            self.cache.copy(*copy)
+            self._cache.copy(*copy)
         return bool(self.running)
 
-    def step(self) -> Tensor:
-        """Feeds each running reply its last token; the hidden states [n, H] that decide the next."""
-        ids = [[reply.ids[-1] if reply.ids else reply.prompt[-1]] for reply in self.running]
-        columns = [reply.fed for reply in self.running]
-        for reply in self.running:
+    def step(self) -> None:
+        """One more token for each running reply."""
+        drawn = self._step(
+            [
+                Row(
+                    token=reply.ids[-1] if reply.ids else reply.prompt[-1],
+                    column=reply.fed,
+                    seed=reply.seed,
+                    position=len(reply.ids),
+                    early=self._ends.bans_eos(reply),
+                )
+                for reply in self.running
+            ]
+        )
+        for reply, token, logprob in zip(self.running, drawn.ids, drawn.logprobs, strict=True):
+            if math.isnan(logprob):
+                raise FloatingPointError(
+                    f"the model has no next token to give: after {reply.fed + 1} tokens its logits hold NaN or +inf, "
+                    "or are all -inf"
+                )
             reply.fed += 1
-        return self._forward(ids, list(range(len(ids))), columns, max(columns) + 1, running=True)[:, 0]
+            reply.ids.append(token)
+            reply.logprobs.append(logprob)
+        for reply, kept in zip(self.running, drawn.kept, strict=False):
+            reply.kept.append(kept)
 
-    def drop(self, ended: Callable[[_Reply], bool]) -> None:
+    def drop(self) -> None:
         """Takes out the replies that have ended. From the last slot on, so that the one moved up has been asked."""
         for slot in reversed(range(len(self.running))):
             reply = self.running[slot]
-            if not ended(reply):
+            if not self._ends.ended(reply):
                 continue
             if reply.prompt in self._waiting:  # the prompt's columns are there
                 self.running[slot] = self._next(reply.prompt)
@@ -180,7 +217,7 @@ class _Batch:
             last = self.running.pop()
             if last is not reply:
                 self.running[slot] = last
-                self.cache.copy(len(self.running), slot, last.fed)
+                self._cache.copy(len(self.running), slot, last.fed)
 
     def _next(self, prompt: tuple[int, ...]) -> _Reply:
         queue = self._waiting[prompt]
@@ -192,79 +229,20 @@ class _Batch:
 
     def _compute_prompts(self, slots: list[int]) -> None:
         """Fills the cache with the prompts of these slots, but for each one's last token."""
+        at_once = PREFILL_TOKENS if self._device.type == "cpu" else PREFILL_TOKENS_GPU
         slots = sorted(slots, key=lambda slot: self.running[slot].fed, reverse=True)
         while slots and (longest := self.running[slots[0]].fed):
-            count = max(1, PREFILL_TOKENS // longest)
+            count = max(1, at_once // longest)
             rows, slots = slots[:count], slots[count:]
             prompts = [self.running[slot].prompt[:-1] for slot in rows]
             ids = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
-            for start in range(0, longest, PREFILL_TOKENS):
-                part = [row[start : start + PREFILL_TOKENS] for row in ids]
-                self._forward(part, rows, [start] * len(rows), start + len(part[0]))
-
-    def _forward(
-        self, ids: list[list[int]], slots: list[int], columns: list[int], end: int, running: bool = False
-    ) -> Tensor:
-        tokens, rows, first = (torch.tensor(values, device=self._device) for values in (ids, slots, columns))
-        return self.cache.forward(self._body, tokens, Pass(rows, first, tokens.shape[1], end, running))
-
-
-class _Sampler:
-    """What is drawn from the hidden states, and when that ends a reply."""
-
-    def __init__(
-        self,
-        head: Head,
-        cut: dict[str, Any],  # temperature, top_k, top_p
-        eos_ids: tuple[int, ...],
-        min_new_tokens: int,
-        stop_strings: StopStrings | None,
-    ) -> None:
-        self._weight, self._arguments = head.weight, head.kwargs() | cut
-        self._eos_ids, self._min_new_tokens, self._stop_strings = eos_ids, min_new_tokens, stop_strings
-        self._cuts = cut["top_k"] is not None or cut["top_p"] not in (None, 1)
-        if min_new_tokens:
-            bias = torch.zeros(len(head.weight), device=head.weight.device) if head.bias is None else head.bias.float()
-            self._bias_without_eos = bias.index_fill(
-                0, torch.tensor(eos_ids, dtype=torch.int64, device=bias.device), -torch.inf
-            )
-
-    def draw(self, replies: list[_Reply], hidden: Tensor) -> None:
-        """One more token for each."""
-        early = [len(reply.ids) < self._min_new_tokens for reply in replies]
-        if any(early):
-            # Two products, for as long as replies of both kinds run together.
-            rows = torch.tensor(early, device=hidden.device)
-            self._draw([r for r, e in zip(replies, early, strict=True) if e], hidden[rows], bias=self._bias_without_eos)
-            replies, hidden = [r for r, e in zip(replies, early, strict=True) if not e], hidden[~rows]
-        if replies:
-            self._draw(replies, hidden)
-
-    def _draw(self, replies: list[_Reply], hidden: Tensor, **without_eos: Tensor) -> None:
-        keys = torch.tensor([[reply.seed, len(reply.ids)] for reply in replies], device=hidden.device)
-        try:
-            ids, logprobs, *kept = ops.linear_sample(
-                hidden, self._weight, keys=keys, return_kept=self._cuts, **self._arguments | without_eos
-            )
-        except ValueError as error:  # every argument has been checked: a row without a distribution
-            raise FloatingPointError(f"the model has no next token to give: {error}") from error
-        if kept:
-            counts = (kept[0] >= 0).sum(1).tolist()
-            narrow = kept[0][:, : max(counts)].to(torch.int32)
-            for reply, row, count in zip(replies, narrow, counts, strict=True):
-                reply.kept.append(row[:count])
-        for reply, token, logprob in zip(replies, ids.tolist(), logprobs.tolist(), strict=True):
-            reply.ids.append(token)
-            reply.logprobs.append(logprob)
-
-    def ended(self, reply: _Reply) -> bool:
-        """By EOS, by a stop string, or at the limit; the first two make it finished."""
-        reply.finished = reply.ids[-1] in self._eos_ids or (
-            self._stop_strings is not None
-            and len(reply.ids) >= self._min_new_tokens
-            and self._stop_strings.end(reply.ids)
-        )
-        return reply.finished or len(reply.ids) == reply.limit
+            for start in range(0, longest, at_once):
+                part = [row[start : start + at_once] for row in ids]
+                tokens, where, first = (
+                    torch.tensor(values, device=self._device) for values in (part, rows, [start] * len(rows))
+                )
+                length = tokens.shape[1]
+                self._cache.forward(self._body, tokens, Pass(where, first, length, start + length, running=False))
 
 
 def _rollout(replies: list[_Reply], pad_id: int, device: torch.device) -> Rollout:

@@ -7,14 +7,19 @@ what padding leaves behind in a slot is overwritten before the mask lets anyone 
 
 transformers writes into such a cache through its own interface. Its attention and its masks, though, take every row to
 be equally far; `SlotCache.attached` puts `attend` in their place, where the model has a seam for that.
+
+On a GPU in 16 bits the blocks of prompts go through FlashAttention-2 (Dao 2023, arXiv:2307.08691) where the extra
+``flash`` is installed: beside PyTorch's own kernel it takes pieces of a prompt, windows and softcaps without a mask.
+Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -94,8 +99,6 @@ class _SlotLayer(CacheLayerMixin):
         now = _CURRENT.get()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif now.end > self.keys.shape[2]:
-            self._grow(now.end)
         for cache, new in ((self.keys, key_states), (self.values, value_states)):
             if now.running:
                 cells = now.cells(new.shape[1], cache.shape[2])
@@ -112,7 +115,8 @@ class _SlotLayer(CacheLayerMixin):
         columns = min(self._capacity, max(end + _COLUMNS, end * 3 // 2))
         return like.new_zeros(self._slots, like.shape[1], columns, like.shape[3])
 
-    def _grow(self, end: int) -> None:
+    def grow(self, end: int) -> None:
+        """Moves keys and values to where there is room for ``end`` columns."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._zeros(old, end)
@@ -136,23 +140,30 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A transformers cache of ``slots`` rows that needn't be equally far."""
+    """A transformers cache of ``slots`` rows that needn't be equally far, of ``capacity`` columns at most."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        self.slots = slots
+        self.slots, self.capacity = slots, capacity
+        self.moves = 0
+        """How often keys and values have been moved: whoever has their addresses then has the wrong ones."""
         super().__init__(layer_class_to_replicate=functools.partial(_SlotLayer, slots, capacity))
-        self._own_attention = False
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first ``length`` columns of one slot into another, in all layers."""
         for layer in self.layers:
             layer.copy(source, target, length)
 
+    def reserve(self, end: int) -> None:
+        """Room for ``end`` columns in every layer."""
+        if self.layers and self.layers[0].keys.shape[2] < end:  # all have been made in one pass
+            for layer in self.layers:
+                layer.grow(end)
+            self.moves += 1
+
     @contextlib.contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[None]:
         """The model attends through `attend` inside, if it lets its attention be chosen at all."""
-        self._own_attention = model._supports_attention_backend
-        if not self._own_attention:
+        if not model._supports_attention_backend:
             yield
             return
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
@@ -168,12 +179,14 @@ class SlotCache(Cache):
     @torch.no_grad()
     def forward(self, body: nn.Module, ids: Tensor, now: Pass) -> Tensor:
         """Hidden states ``[n, length, H]`` of ``ids`` ``[n, length]``, whose keys and values are cached."""
-        # A model with attention of its own gets the mask of columns that are filled; what is causal it knows.
-        mask = None if self._own_attention else now.visible(None)[:, 0, -1].long()
+        self.reserve(now.end)
+        # For models with attention of their own, who know what is causal. Others (GPT-2) look for padding without it,
+        # and wait for the device with that.
+        filled = now.visible(None)[:, 0, -1].long()
         token = _CURRENT.set(now)
         try:
             return body(
-                input_ids=ids, attention_mask=mask, position_ids=now.positions, use_cache=True,
+                input_ids=ids, attention_mask=filled, position_ids=now.positions, use_cache=True,
                 **{cache_keyword(body): self},
             ).last_hidden_state  # fmt: skip
         finally:
@@ -198,12 +211,18 @@ def attend(
     """
     now = _CURRENT.get()
     n, heads, length, _ = query.shape
-    if now.running and query.device.type == "cpu":
+    if now.running and has_decode_kernel(query.device):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = torch.ops.ppo_fast.decode_attention.default(
             query, key, value, now.lengths, scale, sliding_window or 0, softcap or 0.0
         )
         return out[:, None], None
+    if not now.running and (flash := _flash_attention()) and _flash_takes(query, value):
+        # Its causal mask is aligned to the last key, which is the last query's own here, in pieces of a prompt too.
+        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        states = (x.transpose(1, 2) for x in (query, key, value))
+        out = flash(*states, softmax_scale=scaling, causal=True, window_size=window, softcap=softcap or 0.0)
+        return out, None
     key_heads = key.shape[1]
     if length == 1:
         query = query.view(n, key_heads, heads // key_heads, -1)
@@ -221,6 +240,28 @@ def attend(
 
 
 AttentionInterface.register(_ATTENTION, attend)
+
+
+def has_decode_kernel(device: torch.device) -> bool:
+    """Whether a decode step's attention has a kernel of ours there, which reads no further than each row's own end."""
+    return device.type == "cpu"
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., Tensor] | None:
+    """The kernel of the extra ``flash``, if that is installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func
+
+
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
+    """Its limits: GPU, 16 bits, heads of at most 256, those of keys and values alike."""
+    size = query.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and half and size <= 256 and value.shape[-1] == size
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_fast.errors import UserError
-from ppo_fast.rollout.generate import MOST_KEPT
+from ppo_fast.rollout.batch import MOST_KEPT
 
 SEEDS = 2**32
 """How many seeds there are: NumPy takes no larger ones, and set_seed gives it the same one."""

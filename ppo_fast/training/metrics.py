@@ -28,6 +28,8 @@ def collect(experience: Experience, scores: Scores, update: UpdateStats, step0: 
         "rollout/logp_diff_p99": step0.p99,
         "rollout/logp_diff_max": step0.maximum,
     }
+    if rollout.kept_at_limit is not None:
+        metrics["rollout/kept_at_limit"] = rollout.kept_at_limit
     total = [value for value in scores.total if value is not None]
     if total:
         metrics["reward/mean"] = sum(total) / len(total)

@@ -276,6 +276,8 @@ def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
     assert first["rollout/logp_diff_max"] < (1e-5 if exact else 0.5)
     assert abs(first["objective/kl"]) < (1e-4 if exact else 1)
     assert second["objective/kl"] != first["objective/kl"]
+    cut = "top_k" in config or "top_p" in config
+    assert first.get("rollout/kept_at_limit") == (0.0 if cut else None)
     record = json.loads((tmp_path / "run" / "run_record.json").read_text())
     sampling = record["sampling"]
     assert (sampling["top_k"], sampling["top_p"]) == (config.get("top_k"), config.get("top_p"))

@@ -1,0 +1,57 @@
+"""Decode steps on a GPU: captured as CUDA graphs, plain, and transformers' own ``generate``; a part of bench/gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ppo_fast.models.roles import Actor
+from ppo_fast.rollout import generate, step
+
+
+def bench_decode(machine: Any, measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Whole rollouts of 64 prompts of 64 tokens by 256 new ones, Qwen2.5-0.5B's shape with random weights.
+
+    ``machine`` and ``measure`` are those of bench/gpu.py. Greedy ids of both ways of ours are compared first.
+    """
+    shape = {
+        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2,
+    }  # fmt: skip
+    tiny = dict.fromkeys(shape, 2) | {"vocab_size": 301, "hidden_size": 16}
+    B, L, T = (2, 4, 3) if machine.dry else (64, 64, 256)
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        config = Qwen2Config(**(tiny if machine.dry else shape), tie_word_embeddings=True, eos_token_id=None)
+        model = Qwen2ForCausalLM(config).to(machine.dtype).eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    actor = Actor(model)
+    prompts = torch.randint(10, config.vocab_size - 1, (B, L))
+
+    def ours(captured: bool, temperature: float = 1.0) -> torch.Tensor:
+        before = step.has_graphs
+        step.has_graphs = before if captured else lambda device: False
+        try:
+            return generate(
+                actor, prompts.tolist(), max_new_tokens=T, temperature=temperature, eos_ids=(), pad_id=0,
+                seeds=range(B),
+            ).token_ids  # fmt: skip
+        finally:
+            step.has_graphs = before
+
+    def stock() -> torch.Tensor:
+        with torch.no_grad():
+            ids = prompts.to(machine.device)
+            return model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=T, pad_token_id=0,
+            )  # fmt: skip
+
+    # Shapes are rounded up for graphs, so that near ties may fall otherwise and a reply go on from there.
+    same = (ours(True, 0.0) == ours(False, 0.0)).float().mean()
+    found = measure(machine, {"graphs": lambda: ours(True), "plain": lambda: ours(False), "generate": stock})
+    rates = {name: round(1e3 * B * T / row["ms"], 1) for name, row in found.items() if row.get("ms")}
+    return {**found, "tokens_per_second": rates, "equal_greedy_ids": round(float(same), 4)}
