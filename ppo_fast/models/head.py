@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,10 @@ from transformers import PreTrainedModel
 from ppo_fast.errors import UserError
 
 
+# Far below any logit, so that exp gives 0; finite, since 0 * -inf would make an entropy NaN.
+_BANNED = -1e4
+
+
 @dataclass(frozen=True)
 class Head:
     """``logits = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, the ops' own arguments."""
@@ -28,6 +34,19 @@ class Head:
     def kwargs(self) -> dict[str, Any]:
         """The head's keyword arguments of every ``linear_*`` op, the weight aside."""
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
+    def without(self, token_ids: Sequence[int]) -> Head:
+        """The head that gives ``token_ids`` no probability.
+
+        Raises:
+            ValueError: the head has a softcap, which would bring a banned logit back.
+        """
+        if self.softcap is not None:
+            raise ValueError("a head with softcap can't exclude tokens by its bias")
+        kept = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+        bias = kept if kept.dtype == torch.float64 else kept.float()
+        ids = torch.tensor(list(token_ids), dtype=torch.int64, device=bias.device)
+        return dataclasses.replace(self, bias=bias.index_fill(0, ids, _BANNED / self.logit_scale))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in float32, for the few rows of a decode step.  ``hidden``: [N, H] -> [N, V]."""

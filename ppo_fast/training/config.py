@@ -33,6 +33,7 @@ _NOT_NEGATIVE = (
     "kl_coef",
     "warmup_steps",
     "save_steps",
+    "min_new_tokens",
 )
 _POSITIVE = ("temperature", "max_grad_norm", "num_train_epochs")
 _POSITIVE_OR_NULL = (
@@ -74,6 +75,9 @@ class PPOConfig:
 
     response_length: int = 53
     """New tokens at most, EOS included."""
+    min_new_tokens: int = 0
+    """Before so many tokens EOS has no probability, in sampling and in every log-prob of those tokens, and no stop string
+    ends a reply. Not for models that cap their logits (Gemma 2)."""
     temperature: float = 0.7
     """Divides the logits in sampling and in every log-prob, the reference's too; never the values."""
     top_k: int | None = None
@@ -203,6 +207,16 @@ class PPOConfig:
             raise UserError("missing_eos_penalty and missing_eos_score are both set; keep the one you mean")
         if self.truncation == "bootstrap" and (self.missing_eos_penalty, self.missing_eos_score) != (None, None):
             raise UserError('truncation="bootstrap" gives a cut reply no EOS rule; unset missing_eos_penalty/_score')
+        if self.min_new_tokens > self.response_length:
+            raise UserError(
+                f"min_new_tokens is {self.min_new_tokens} and a reply has response_length = {self.response_length} "
+                "tokens at most; lower one or raise the other"
+            )
+        if self.min_new_tokens and self.aggregation == "sequence_mean":
+            raise UserError(
+                "min_new_tokens doesn't go with aggregation=\"sequence_mean\": a reply's tokens are then scored in two "
+                "parts, which have no common mean; use token_mean"
+            )
         if self.rollout_size % self.num_mini_batches:
             raise UserError(
                 f"an iteration's {self.rollout_size} replies (per_device_train_batch_size "

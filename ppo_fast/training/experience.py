@@ -62,18 +62,21 @@ def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -
 
 
 def policy_logprobs(actor: Actor, batch: Rollout, temperature: float) -> Tensor:
-    """Log-probs [B, T] of the reply tokens under ``actor``, at the sampler's temperature and on its kept sets."""
+    """Log-probs [B, T] of the reply tokens under ``actor``, as the sampler had it: temperature, kept sets, EOS."""
     hidden = actor.hidden(batch)
-    head = actor.head
-    return ops.linear_selected_logprobs(
-        hidden,
-        head.weight,
-        batch.response_ids,
-        mask=batch.response_mask,
-        temperature=temperature,
-        kept_ids=batch.kept_ids,
-        **head.kwargs(),
-    )
+    parts = [
+        ops.linear_selected_logprobs(
+            hidden,
+            head.weight,
+            batch.response_ids,
+            mask=mask,
+            temperature=temperature,
+            kept_ids=batch.kept_ids,
+            **head.kwargs(),
+        )
+        for head, mask in batch.by_head(actor.head, batch.response_mask)
+    ]
+    return torch.stack(parts).sum(0)  # 0 where another head decided
 
 
 @torch.no_grad()

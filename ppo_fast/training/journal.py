@@ -143,6 +143,7 @@ def identity(
             "top_k": args.top_k,
             "top_p": args.top_p,
             "response_length": args.response_length,
+            "min_new_tokens": args.min_new_tokens,
             "eos_ids": list(eos_ids),
             "stop_strings": args.stop_strings,
             "dtype": args.rollout_dtype,

@@ -128,6 +128,10 @@ class PPOTrainer:
         check_cache(self.roles.policy.model)
         if args.rollout_dtype is not None and not packs(self.accelerator.device):
             raise UserError("rollout_dtype needs the C++ kernels on a CPU; leave it out, or set dtype")
+        if args.min_new_tokens and self.roles.policy.head.softcap is not None:
+            raise UserError(
+                "the model caps its logits, and EOS can't be excluded under a cap; leave min_new_tokens at 0"
+            )
         self._stop_strings = StopStrings(self.tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
         self._prompt_ids = self._tokenize(self.prompts)
         highest, vocabulary = max(map(max, self._prompt_ids)), self.roles.policy.head.weight.shape[0]
@@ -214,7 +218,8 @@ class PPOTrainer:
         seeds = torch.randint(2**62, (len(prompt_ids),), generator=generator).tolist()
         try:
             return generate(
-                actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature,
+                actor, prompt_ids, max_new_tokens=args.response_length,
+                min_new_tokens=args.min_new_tokens, temperature=args.temperature,
                 top_k=args.top_k, top_p=args.top_p, eos_ids=self.eos_ids, pad_id=self.pad_id, seeds=seeds,
                 slots=args.rollout_slots, stop_strings=self._stop_strings,
                 dtype=None if args.rollout_dtype is None else DTYPES[args.rollout_dtype], on_tokens=report,
