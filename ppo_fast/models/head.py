@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ppo_fast.errors import UserError
 
-
 # Far below any logit, so that exp gives 0; finite, since 0 * -inf would make an entropy NaN.
 _BANNED = -1e4
 

@@ -47,7 +47,7 @@ class Rollout(TokenBatch):
     def by_head(self, head: Head, live: Tensor) -> list[tuple[Head, Tensor]]:
         """``head`` as it was when sampling, and which of the ``live`` tokens [B, T] it decided.
 
-        One entry, or a second one without EOS for the tokens before ``min_new_tokens``. Kept sets leave EOS out already.
+        One entry, or a second one without EOS for the tokens before ``min_new_tokens``. Kept sets leave it out already.
         """
         if not self.min_new_tokens or self.kept_ids is not None:
             return [(head, live)]

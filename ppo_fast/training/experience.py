@@ -14,6 +14,7 @@ from ppo_fast.models.roles import Actor, Roles
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
 from ppo_fast.training.config import PPOConfig
+from ppo_fast.training.importance import importance_weights
 
 Progress = Callable[[int], None]
 
@@ -43,6 +44,7 @@ class Experience:
     scores: Tensor  # [B], after the EOS rule, 0 where unscored
     kl_rewards: Tensor  # the part of rewards that the reference asks for
     raw_advantages: Tensor  # before whitening
+    importance: Tensor | None = None  # weights of the surrogate, with importance_correction
 
     def rows(self, index: Tensor) -> Experience:
         """The chosen rows, cut to the longest reply among them."""
@@ -155,4 +157,7 @@ def shape(
         scores=scores,
         kl_rewards=kl_rewards,
         raw_advantages=advantages,
+        importance=None
+        if config.importance_correction is None
+        else importance_weights(old, rollout.logprobs, config.importance_correction, config.importance_cap),
     )

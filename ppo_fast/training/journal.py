@@ -147,6 +147,8 @@ def identity(
             "eos_ids": list(eos_ids),
             "stop_strings": args.stop_strings,
             "dtype": args.rollout_dtype,
+            "backend": args.rollout_backend,
+            "importance_correction": args.importance_correction,
             "old_logprobs": args.old_logprobs,
         },
         "seed": args.seed,

@@ -117,9 +117,11 @@ def _backward(
     in_loss = config.kl_in == "loss" and batch.ref_logprobs is not None
     with annotate("ppo_fast/policy_forward"):
         hidden = roles.policy.hidden(batch.rollout)
+    # The surrogate is linear in an advantage of either sign, so this weighs it, and neither entropy nor KL.
+    advantages = batch.advantages if batch.importance is None else batch.advantages * batch.importance
     parts = [
         ops.linear_ppo_loss(
-            hidden, head.weight, batch.rollout.response_ids, batch.old_logprobs, batch.advantages, mask,
+            hidden, head.weight, batch.rollout.response_ids, batch.old_logprobs, advantages, mask,
             clip_low=clip_low, clip_high=clip_high, dual_clip=config.dual_clip, objective=config.objective,
             entropy_coef=config.entropy_coef, ref_logprobs=batch.ref_logprobs if in_loss else None,
             kl_coef=kl_coef if in_loss else 0.0, kl_estimator=config.kl_estimator, aggregation=config.aggregation,

