@@ -37,6 +37,8 @@ class ColocatedEngine:
         seed: int,
         text: bool,
     ) -> None:
+        if not model:
+            raise UserError("vLLM loads the model from a folder, and this one has none; save_pretrained it and load it")
         self.context = context
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights need no copy
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would pin the trainer's threads, too

