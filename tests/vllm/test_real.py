@@ -106,5 +106,8 @@ def test_served(train, model_dir, tmp_path):
         check(*train(vllm_server=f"http://127.0.0.1:{port}", old_logprobs="rescored", importance_correction="truncate"))
     finally:
         server.terminate()
-        server.wait(60)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
         log.close()
