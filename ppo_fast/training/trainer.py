@@ -28,6 +28,9 @@ from ppo_fast.errors import UserError
 from ppo_fast.models.loading import DTYPES, eos_token_ids, load_model, load_tokenizer, unused_sampling_settings
 from ppo_fast.models.roles import Actor, adapter_settings, build_roles
 from ppo_fast.rollout import Rollout, StopStrings, check_cache, generate, swaps
+from ppo_fast.rollout.vllm import VllmSampler
+from ppo_fast.rollout.vllm_colocated import ColocatedEngine
+from ppo_fast.rollout.vllm_served import ServedEngine
 from ppo_fast.training import checkpoint, metrics, record, update
 from ppo_fast.training.callbacks import OwnFlow, ProgressCallback
 from ppo_fast.training.checks import Agreement, agreement, require_agreement
@@ -42,7 +45,8 @@ from ppo_fast.training.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 # Where a run is written and how often: all that may differ when it is resumed.
-_MAY_CHANGE = {"output_dir", "save_steps", "save_total_limit", "report_to", "step0_p99", "step0_max"}
+_MAY_CHANGE = {"output_dir", "save_steps", "save_total_limit", "report_to", "step0_p99", "step0_max",
+               "vllm_server", "vllm_weights_dir", "vllm_memory"}  # fmt: skip
 _SAMPLER_CAUSES = (
     "usual causes are weights that changed between sampling and training, a temperature or mask applied in one of them "
     "only, dropout, other position ids, or 16-bit arithmetic (see step0_p99 and step0_max)"
@@ -128,6 +132,10 @@ class PPOTrainer:
         check_cache(self.roles.policy.model)
         if args.rollout_dtype is not None and not swaps(self.accelerator.device):
             raise UserError("rollout_dtype needs the C++ kernels on a CPU; leave it out, or set dtype")
+        if args.min_new_tokens and self.roles.policy.head.softcap is not None:
+            raise UserError(
+                "the model caps its logits, and EOS can't be excluded under a cap; leave min_new_tokens at 0"
+            )
         self._stop_strings = StopStrings(self.tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
         self._prompt_ids = self._tokenize(self.prompts)
         highest, vocabulary = max(map(max, self._prompt_ids)), self.roles.policy.head.weight.shape[0]
@@ -136,6 +144,7 @@ class PPOTrainer:
                 f"the tokenizer gives id {highest} and the model has {vocabulary} tokens; use the model's own tokenizer"
             )
         self.reward = self._reward_functions(reward_funcs, reward_processing_classes)
+        self._generate = self._sampler()
 
         self.optimizers = self._build_optimizers(*optimizers)
         self.iterations = args.iterations(len(self.prompts))
@@ -213,11 +222,10 @@ class PPOTrainer:
         args = self.args
         seeds = torch.randint(2**62, (len(prompt_ids),), generator=generator).tolist()
         try:
-            return generate(
-                actor, prompt_ids, max_new_tokens=args.response_length, temperature=args.temperature,
-                top_k=args.top_k, top_p=args.top_p, eos_ids=self.eos_ids, pad_id=self.pad_id, seeds=seeds,
-                slots=args.rollout_slots, stop_strings=self._stop_strings,
-                dtype=None if args.rollout_dtype is None else DTYPES[args.rollout_dtype], on_tokens=report,
+            return self._generate(
+                actor, prompt_ids, max_new_tokens=args.response_length, min_new_tokens=args.min_new_tokens,
+                temperature=args.temperature, eos_ids=self.eos_ids, pad_id=self.pad_id, seeds=seeds,
+                stop_strings=self._stop_strings, on_tokens=report,
             )  # fmt: skip
         except FloatingPointError as error:
             raise UserError(
@@ -382,6 +390,24 @@ class PPOTrainer:
         context = getattr(self.roles.policy.model.config.get_text_config(), "max_position_embeddings", None)
         limit = None if context is None else context - self.args.response_length
         return tokenize(prompts, self.tokenizer, limit)
+
+    def _sampler(self) -> Callable[..., Rollout]:
+        """`generate`, or vLLM in its place."""
+        args, policy = self.args, self.roles.policy
+        if args.rollout_backend == "transformers":
+            dtype = None if args.rollout_dtype is None else DTYPES[args.rollout_dtype]
+            return functools.partial(
+                generate, top_k=args.top_k, top_p=args.top_p, slots=args.rollout_slots, dtype=dtype
+            )
+        if args.vllm_server is not None:
+            return VllmSampler(ServedEngine(args.vllm_server, args.vllm_weights_dir)).generate
+        prompt_ids = self._prompt_ids + self._tokenize(self.eval_prompts)
+        engine = ColocatedEngine(
+            policy.model.config.name_or_path, dtype=policy.model.dtype, device=policy.device, seed=args.seed,
+            context=max(map(len, prompt_ids)) + args.response_length, memory=args.vllm_memory,
+            text=self._stop_strings is not None,
+        )  # fmt: skip
+        return VllmSampler(engine).generate
 
     def _reward_functions(
         self, reward_funcs: Any, tokenizers: Sequence[PreTrainedTokenizerBase | None] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -114,16 +115,21 @@ def _backward(
 ) -> tuple[PPOStats, ValueStats]:
     clip_low, clip_high = config.clip_bounds
     in_loss = config.kl_in == "loss" and batch.ref_logprobs is not None
-    head = roles.policy.head
     with annotate("ppo_fast/policy_forward"):
         hidden = roles.policy.hidden(batch.rollout)
-    policy_loss, policy = ops.linear_ppo_loss(
-        hidden, head.weight, batch.rollout.response_ids, batch.old_logprobs, batch.advantages, batch.mask,
-        clip_low=clip_low, clip_high=clip_high, dual_clip=config.dual_clip, objective=config.objective,
-        entropy_coef=config.entropy_coef, ref_logprobs=batch.ref_logprobs if in_loss else None,
-        kl_coef=kl_coef if in_loss else 0.0, kl_estimator=config.kl_estimator, aggregation=config.aggregation,
-        normalizer=normalizer, temperature=config.temperature, kept_ids=batch.rollout.kept_ids, **head.kwargs(),
-    )  # fmt: skip
+    # The surrogate is linear in an advantage of either sign, so this weighs it, and neither entropy nor KL.
+    advantages = batch.advantages if batch.importance is None else batch.advantages * batch.importance
+    parts = [
+        ops.linear_ppo_loss(
+            hidden, head.weight, batch.rollout.response_ids, batch.old_logprobs, advantages, mask,
+            clip_low=clip_low, clip_high=clip_high, dual_clip=config.dual_clip, objective=config.objective,
+            entropy_coef=config.entropy_coef, ref_logprobs=batch.ref_logprobs if in_loss else None,
+            kl_coef=kl_coef if in_loss else 0.0, kl_estimator=config.kl_estimator, aggregation=config.aggregation,
+            normalizer=normalizer, temperature=config.temperature, kept_ids=batch.rollout.kept_ids, **head.kwargs(),
+        )
+        for head, mask in batch.rollout.by_head(roles.policy.head, batch.mask)
+    ]  # fmt: skip
+    policy_loss, policy = functools.reduce(_joined, parts)
     shares_body = roles.critic.shares_policy
     if not shares_body:
         # The policy's graph is freed before the critic's is built: one set of activations at a time.
@@ -137,6 +143,14 @@ def _backward(
     with annotate("ppo_fast/value_backward"):
         (policy_loss + config.vf_coef * value_loss if shares_body else value_loss).backward()
     return policy, value
+
+
+def _joined(one: tuple[Tensor, PPOStats], other: tuple[Tensor, PPOStats]) -> tuple[Tensor, PPOStats]:
+    """Loss and statistics of the same rows, when each half saw the other's tokens as masked."""
+    (loss, stats), (other_loss, others) = one, other
+    assert stats.log_ratios is not None  # of linear_ppo_loss
+    assert others.log_ratios is not None
+    return loss + other_loss, stats.merge(others)._replace(log_ratios=stats.log_ratios + others.log_ratios)
 
 
 def _step(roles: Roles, optimizers: Optimizers, config: PPOConfig, stats: UpdateStats) -> None:

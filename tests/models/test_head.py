@@ -118,3 +118,21 @@ def test_a_quantised_head_is_refused(tiny_model):
 def test_a_model_without_a_head_is_refused(tiny_model):
     with pytest.raises(UserError, match="the model's head is a NoneType"):
         head_of(LlamaModel(tiny_model("llama").config))
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "phi"])
+def test_a_head_without_some_tokens(family, tiny_model):
+    """Their probability is 0, to the bit; the others' log-probs are renormalised."""
+    head = head_of(tiny_model(family))
+    hidden = torch.randn(5, head.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        got = head.without((1, 7)).logits(hidden).log_softmax(-1)
+        expected = head.logits(hidden).index_fill(1, torch.tensor([1, 7]), -torch.inf).log_softmax(-1)
+    assert torch.equal(got.exp() == 0, expected.exp() == 0)
+    kept = expected > -torch.inf
+    torch.testing.assert_close(got[kept], expected[kept])
+
+
+def test_a_capped_head_excludes_nothing(tiny_model):
+    with pytest.raises(ValueError, match="softcap"):
+        head_of(tiny_model("gemma2")).without((1,))

@@ -265,6 +265,9 @@ def test_sampling_settings_of_the_model_are_overridden_with_a_word(make_trainer,
         {"top_p": 0.6, "old_logprobs": "rescored"},
         {"top_k": 20, "top_p": 0.8, "kl_in": "loss", "kl_estimator": "k3"},
         {"rollout_slots": 3, "stop_strings": ["the", "cold door"]},
+        {"min_new_tokens": 4, "response_length": 12},
+        {"min_new_tokens": 4, "response_length": 12, "old_logprobs": "rescored", "entropy_coef": 0.01},
+        {"min_new_tokens": 4, "response_length": 12, "top_k": 64},
         {"rollout_dtype": "bfloat16", "step0_p99": 0.2},  # few layers with large weights: errors are, too
     ],
 )
@@ -282,10 +285,21 @@ def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
     sampling = record["sampling"]
     assert (sampling["top_k"], sampling["top_p"]) == (config.get("top_k"), config.get("top_p"))
     rows = [json.loads(line) for path in (tmp_path / "run" / "completions").iterdir() for line in path.open()]
+    if "min_new_tokens" in config:
+        assert sampling["min_new_tokens"] == 4
+        assert min(row["length"] for row in rows) >= 5  # EOS itself is the fifth at the earliest
     if "stop_strings" in config:
         assert any("the" in row["completion"] for row in rows)
         assert all(row["finished"] for row in rows if "the" in row["completion"])
         assert all(row["completion"].split().count("the") <= 1 for row in rows)
+
+
+def test_a_model_whose_eos_cannot_be_excluded_is_refused_at_once(make_trainer, tiny_model, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model("gemma2"))
+    with pytest.raises(UserError, match=r"caps its logits.*leave min_new_tokens at 0"):
+        make_trainer(min_new_tokens=2)
 
 
 def test_a_model_that_cannot_generate_is_refused_at_once(make_trainer, tiny_model, monkeypatch):

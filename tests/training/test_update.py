@@ -77,6 +77,50 @@ def test_at_zero_learning_rate_rescored_log_ratios_are_exactly_zero(make_trainer
     assert float(stats.policy.ratio_mean) == 1.0
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum_constant"])
+def test_tokens_before_min_new_tokens_are_trained_without_eos(make_trainer, aggregation):
+    """Loss, entropy and gradients are those of the logits with EOS at -inf in the first positions."""
+    trainer = make_trainer(
+        lora=False, trainer={"value_model": "head"}, min_new_tokens=3, response_length=8, aggregation=aggregation,
+        num_mini_batches=1, per_device_train_batch_size=8, gradient_accumulation_steps=1, entropy_coef=0.1, vf_coef=0.0,
+        learning_rate=0.0,
+    )  # fmt: skip
+    experience = experience_of(trainer)
+    found = gradients(trainer, experience)
+    rollout, args = experience.rollout, trainer.args
+    trainer.optimizers.zero_grad()
+    actor = trainer.roles.policy
+    logits = torch.nn.functional.linear(actor.hidden(rollout), actor.head.weight) / args.temperature
+    early = torch.zeros_like(logits, dtype=torch.bool)
+    early[:, :3, list(trainer.eos_ids)] = True
+    logprobs = logits.masked_fill(early, -1e30).log_softmax(-1)
+    chosen = logprobs.gather(-1, rollout.response_ids[..., None])[..., 0]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    torch.testing.assert_close(rollout.logprobs[experience.mask], chosen[experience.mask], rtol=0, atol=1e-5)
+    count = experience.mask.sum() if aggregation == "token_mean" else 8 * args.response_length
+    ratio = (chosen - experience.old_logprobs).exp()
+    loss = (-ratio * experience.advantages - 0.1 * entropy)[experience.mask].sum() / count
+    loss.backward()
+    for name, parameter in trainer.roles.policy_parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "cispo"])
+def test_importance_weighs_the_surrogate_and_nothing_else(make_trainer, objective):
+    trainer = make_trainer(learning_rate=0.0, objective=objective, num_mini_batches=1, entropy_coef=0.0)
+    experience = experience_of(trainer)
+    twice = dataclasses.replace(experience, importance=torch.full_like(experience.advantages, 2.0))
+    plain, weighted = gradients(trainer, experience), gradients(trainer, twice)
+    for name in plain:
+        factor = 2.0 if name in trainer.roles.policy_parameters else 1.0  # the critic has no business with it
+        torch.testing.assert_close(weighted[name], factor * plain[name], msg=name)
+    quiet = {"advantages": torch.zeros_like(experience.advantages)}
+    entropy = gradients(trainer, dataclasses.replace(experience, **quiet), entropy_coef=0.1)
+    weighted = gradients(trainer, dataclasses.replace(twice, **quiet), entropy_coef=0.1)
+    assert max(float(entropy[name].abs().max()) for name in trainer.roles.policy_parameters) > 0
+    assert all(torch.equal(entropy[name], weighted[name]) for name in entropy)
+
+
 def test_first_minibatch_is_reported_before_anything_changes(make_trainer):
     trainer = make_trainer(learning_rate=0.5)
     _, first = run(trainer, experience_of(trainer))
