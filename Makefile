@@ -2,7 +2,8 @@
 # make test   lint, types, and the tests; make test-long adds the proofs that take minutes
 # make bench  times every op against bars and peers (25 minutes); BENCH="--quick --only gae" looks at some of it
 #             bench/gpu.sh puts the same question to a CUDA machine; --dry runs what of it a CPU can
-# make bench-iteration  a whole iteration against PPO as one writes it in an afternoon (10 minutes)
+# make bench-iteration  a whole iteration against PPO as one writes it in an afternoon, and TRL's (30 minutes);
+#             BENCH="--only plain ours" measures some of it anew, BENCH=--small looks whether it runs
 # make test-trl, make bench-trl   TRL's trainers on ppo_fast's ops: the same trainings, and their times (20 minutes)
 # make test-vllm   two training iterations on vLLM's CPU build, in the process and served (3 GB to install)
 # make bench-rollout   rollouts against transformers' generate: speed and memory (15 minutes)
@@ -27,8 +28,9 @@ STAMP := $(VENV)/.ppo_fast-$(shell pwd | cksum | cut -d ' ' -f 1)
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 PYTEST := $(BIN)/python -m pytest
 
-# The bench's peers, TRL among them, have an environment of their own, laid over the project's: they share its torch.
+# The bench's peers, TRL among them, have environments of their own, laid over the project's: they share its torch.
 PEERS := .venv-peers
+TRL_PPO := .venv-trl-ppo
 # So has vLLM, which pins torch, transformers and a hundred others.
 VLLM := .venv-vllm
 
@@ -61,8 +63,8 @@ bench: $(PEERS)/installed
 bench-trl: $(STAMP)-demo $(PEERS)/installed
 	$(PEERS)/bin/python bench/bench_trl.py --parts runs/trl
 
-bench-iteration: $(STAMP)-demo
-	$(BIN)/python bench/bench_iteration.py
+bench-iteration: $(STAMP)-demo $(TRL_PPO)/installed
+	$(BIN)/python bench/bench_iteration.py --trl-python $(TRL_PPO)/bin/python $(BENCH)
 
 bench-rollout: $(STAMP)-demo
 	$(BIN)/python bench/bench_rollout.py $(BENCH)
@@ -94,7 +96,7 @@ lint: $(STAMP)-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist *.egg-info ppo_fast/*.so $(PEERS) $(VLLM)
+	rm -rf build dist *.egg-info ppo_fast/*.so $(PEERS) $(TRL_PPO) $(VLLM)
 
 $(STAMP)-demo: EXTRAS := demo
 $(STAMP)-dev: EXTRAS := demo,dev
@@ -108,12 +110,12 @@ $(STAMP)-demo $(STAMP)-dev $(STAMP)-bench: $(SOURCES)
 	touch $@
 
 # A peer that can't be installed is reported as missing in the table; it doesn't stop the bench.
-$(PEERS)/installed: bench/peers.txt $(STAMP)-bench
-	$(BIN)/python -m venv --clear $(PEERS)
+.venv-%/installed: bench/%.txt $(STAMP)-bench
+	$(BIN)/python -m venv --clear $(@D)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-	    > "$$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/project.pth"
-	grep -v '^#' bench/peers.txt | while read peer; do \
-	    $(PEERS)/bin/python -m pip install --quiet --constraint $(STAMP)-torch "$$peer" || echo "$$peer is missing"; done
+	    > "$$($(@D)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/project.pth"
+	grep -v '^#' $< | while read peer; do \
+	    $(@D)/bin/python -m pip install --quiet --constraint $(STAMP)-torch "$$peer" || echo "$$peer is missing"; done
 	touch $@
 
 # PyPI's torchvision, torchaudio and torchcodec are built for CUDA's torch; where they are, transformers can't be imported.

@@ -1,199 +1,220 @@
-"""A whole iteration of PPO, stage by stage: ppo_fast's trainer against plain_ppo.py, on the shape of Qwen2.5-0.5B.
+"""A whole iteration of PPO, stage by stage: ppo_fast's trainer against plain_ppo.py and TRL 0.22.2's PPOTrainer.
 
-    python bench/bench_iteration.py                 the table; writes bench/results/iteration.json, README's
-    python bench/bench_iteration.py --part ours     one part, as JSON
+    python bench/bench_iteration.py                           all parts; bench/results/iteration.json, README's table
+    python bench/bench_iteration.py --only plain ours         these parts anew, the others as they are
+    python bench/bench_iteration.py --small                   whether everything runs; writes nothing
 
-Random weights in the model's shape (V = 151,936, H = 896, 24 layers), float32, LoRA r 16 on policy and critic; 8
-prompts of 64 tokens, 64 new ones, 2 epochs of 2 minibatches. Each part runs in a process of its own, one after the
-other, round by round; of its iterations the first is left out, which loads and packs and plans.
+Against plain: random weights in the shape of Qwen2.5-0.5B (V = 151,936, H = 896, 24 layers), LoRA r 16 on policy and
+critic, 8 prompts of 64 tokens, 64 new ones. Against TRL: SmolLM2-135M and a reward model, 16 prompts of 64 tokens, 64
+new ones, LoRA r 16. All make 2 epochs of 2 minibatches. Each part runs in a process of its own, one after the other,
+round by round; of its iterations the first is left out. Only parts of the same run are compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import torch
-from peft import LoraConfig
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 import readme
 from harness.results import header
-from plain_ppo import PlainPPO
+from iteration_parts import QWEN, SMOLLM2, STAGES, Iterations, Work, ours, plain, trl
 from ppo_fast.files import write_atomically
-from ppo_fast.recipes.smollm2 import ALIAS, ensure_model
-from ppo_fast.training import PPOConfig, PPOTrainer
 
 BENCH = Path(__file__).parent
 RESULT = BENCH / "results" / "iteration.json"
-REPLIES, PROMPT_TOKENS, NEW_TOKENS, EPOCHS, MINIBATCHES, RANK = 8, 64, 64, 2, 2, 16
-TEMPERATURE, KL_COEF = 0.7, 0.05
-ITERATIONS = 2
-STAGES = ("rollout", "score", "update")
-# part, figure, bar, kind
-BARS = (
-    ("ours", "seconds", 1.4, "at least", "speed"),
-    ("ours", "peak_bytes", 0.5, "at most", "memory"),
-    ("ours, checkpointed", "peak_bytes", 0.3, "at most", "memory"),
-    ("ours, checkpointed", "seconds", 1.0, "at least", "speed"),
-)
-NAMES = {"speed": "times as fast as plain", "memory": "of plain's peak memory"}
+TRL_PYTHON = BENCH.parent / ".venv-trl-ppo" / "bin" / "python"
+TRL_VERSION = "0.22.2"
 
 
-def model() -> PreTrainedModel:
-    """Qwen2.5-0.5B's shape with random weights."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=151_645, pad_token_id=151_643,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+@dataclass(frozen=True)
+class Bar:
+    """What a part's figure must be, as a ratio to its peer's."""
+
+    figure: str  # seconds or peak_bytes
+    limit: float
+
+    def judge(self, found: dict[str, Any], peer: dict[str, Any]) -> tuple[float, bool]:
+        """The ratio, and whether it is within the bar. Of seconds: how many times as fast."""
+        if self.figure == "seconds":
+            speed = peer["seconds"] / found["seconds"]
+            return speed, speed >= self.limit
+        share = found[self.figure] / peer[self.figure]
+        return share, share <= self.limit
 
 
-def lora(task: str) -> LoraConfig:
-    """On every linear layer."""
-    return LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0, task_type=task)
+@dataclass(frozen=True)
+class Part:
+    """One row of the table."""
+
+    title: str
+    work: Work
+    dtype: torch.dtype
+    run: Callable[[Work, torch.dtype], Iterations] | None  # None: TRL
+    peer: str | None = None  # the part that it is compared with
+    bars: tuple[Bar, ...] = ()
 
 
-def texts(tokenizer: Any) -> list[str]:
-    """Prompts of exactly PROMPT_TOKENS tokens, made of words that are one token each."""
-    words = [
-        word
-        for word in sorted(tokenizer.get_vocab())
-        if word.startswith("\u0120") and word[1:].isalpha() and word[1:].isascii() and len(word) > 4
-    ]
-    generator = torch.Generator().manual_seed(0)
-    picked = torch.randint(len(words), (REPLIES, PROMPT_TOKENS), generator=generator).tolist()
-    made = ["".join(" " + words[i][1:] for i in row) for row in picked]
-    counts = {len(tokenizer(text)["input_ids"]) for text in made}
-    if counts != {PROMPT_TOKENS}:
-        raise RuntimeError(f"the prompts have {sorted(counts)} tokens, expected {PROMPT_TOKENS}")
-    return made
+def speed(limit: float) -> Bar:
+    """At least so many times as fast as the peer."""
+    return Bar("seconds", limit)
 
 
-def share_of_sevens(ids: Sequence[int]) -> float:
-    """The reward: the share of ids that 7 divides."""
-    return sum(i % 7 == 0 for i in ids) / max(1, len(ids))
+def memory(limit: float) -> Bar:
+    """At most this share of the peer's peak memory."""
+    return Bar("peak_bytes", limit)
 
 
-def plain() -> list[dict[str, Any]]:
-    """Stages of every iteration of the peer."""
-    tokenizer = AutoTokenizer.from_pretrained(ensure_model(ALIAS))
-    prompts = torch.tensor([tokenizer(text)["input_ids"] for text in texts(tokenizer)])
-    trainer = PlainPPO(model(), lora, TEMPERATURE)
-
-    def reward(replies: Tensor) -> Tensor:
-        return torch.tensor([share_of_sevens(row) for row in replies.tolist()])
-
-    found = []
-    for _ in range(ITERATIONS):
-        stages = trainer.iterate(prompts, NEW_TOKENS, reward, epochs=EPOCHS, minibatches=MINIBATCHES, kl_coef=KL_COEF)
-        found.append({"seconds": stages.seconds, "peak_bytes": stages.peak_bytes})
-    return found
-
-
-def ours(*, checkpointing: bool) -> list[dict[str, Any]]:
-    """The same by the trainer, from its own metrics."""
-    tokenizer = AutoTokenizer.from_pretrained(ensure_model(ALIAS))
-
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [share_of_sevens(ids) for ids in completion_ids]
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        config = PPOConfig(
-            output_dir=str(run), response_length=NEW_TOKENS, temperature=TEMPERATURE, learning_rate=1e-5,
-            per_device_train_batch_size=REPLIES // MINIBATCHES, gradient_accumulation_steps=MINIBATCHES,
-            num_mini_batches=MINIBATCHES, num_ppo_epochs=EPOCHS, total_episodes=ITERATIONS * REPLIES, kl_coef=KL_COEF,
-            gradient_checkpointing=checkpointing, save_steps=0,
-        )  # fmt: skip
-        PPOTrainer(
-            model(), reward, config, [{"prompt": text} for text in texts(tokenizer)], processing_class=tokenizer,
-            peft_config=lora("CAUSAL_LM"),
-        ).train()  # fmt: skip
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["rollout/tokens"] != REPLIES * NEW_TOKENS:
-            raise RuntimeError(f"a reply ended early: {line['rollout/tokens']} tokens in all")
-    return [
-        {
-            "seconds": {stage: line[f"time/{stage}"] for stage in STAGES},
-            "peak_bytes": {stage: int(line[f"perf/peak_memory_{stage}"]) for stage in STAGES},
-        }
-        for line in lines
-    ]
-
-
-PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "plain": plain,
-    "ours": lambda: ours(checkpointing=False),
-    "ours, checkpointed": lambda: ours(checkpointing=True),
+FP32, BF16 = torch.float32, torch.bfloat16
+PARTS = {
+    "plain": Part("plain", QWEN, FP32, partial(plain, logits="all")),
+    "plain-reply-logits": Part("plain, logits of replies alone", QWEN, FP32, partial(plain, logits="reply"), "plain"),
+    "ours": Part("ours", QWEN, FP32, ours, "plain", (speed(1.4), memory(0.5))),
+    "ours-checkpointed": Part(
+        "ours, checkpointed", QWEN, FP32, partial(ours, checkpointing=True), "plain", (speed(1.0), memory(0.3))
+    ),
+    "plain-bf16": Part("plain, bf16", QWEN, BF16, partial(plain, logits="all")),
+    "ours-bf16": Part("ours, bf16", QWEN, BF16, ours, "plain-bf16", (speed(1.4),)),
+    "trl": Part(f"TRL {TRL_VERSION}, SmolLM2", SMOLLM2, FP32, None),
+    "ours-smollm2": Part("ours, SmolLM2", SMOLLM2, FP32, ours, "trl", (speed(1.4), memory(0.3))),
+    "trl-bf16": Part(f"TRL {TRL_VERSION}, SmolLM2, bf16", SMOLLM2, BF16, None),
+    "ours-smollm2-bf16": Part("ours, SmolLM2, bf16", SMOLLM2, BF16, ours, "trl-bf16", (speed(1.4),)),
 }
 
 
-def summary(parts: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Of each part the median seconds of each stage over all but first iterations, and the highest peak."""
+def summary(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of each part its run, the median seconds of each stage over all but first iterations, and the highest peak."""
     found = {}
-    for name, rounds in parts.items():
+    for name in PARTS:
+        if name not in parts:
+            continue
+        rounds = parts[name]["rounds"]
         later = [iteration for iterations in rounds for iteration in iterations[1:]]
         stages = {stage: statistics.median(i["seconds"][stage] for i in later) for stage in STAGES}
         peak = max(max(i["peak_bytes"].values()) for iterations in rounds for i in iterations)
-        found[name] = {"stages": stages, "seconds": sum(stages.values()), "peak_bytes": peak}
+        found[name] = {
+            "title": PARTS[name].title, "run": parts[name]["run"], "stages": stages,
+            "seconds": sum(stages.values()), "peak_bytes": peak,
+        }  # fmt: skip
+    for name, row in found.items():
+        peer = found.get(PARTS[name].peer or "")
+        if peer is not None and peer["run"] == row["run"]:
+            row["peer"] = peer["title"]
+            row["speed"] = peer["seconds"] / row["seconds"]
+            row["memory"] = row["peak_bytes"] / peer["peak_bytes"]
     return found
 
 
 def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bar and measured, side by side."""
+    """Bar and measured, side by side; None where part and peer weren't measured in the same run."""
     rows = []
-    for part, figure, bar, sense, kind in BARS:
-        ratio = found[part][figure] / found["plain"][figure]
-        measured = 1 / ratio if kind == "speed" else ratio
-        met = measured >= bar if sense == "at least" else measured <= bar
-        rows.append({"part": part, "figure": NAMES[kind], "bar": bar, "sense": sense, "measured": measured, "met": met})
+    for name, part in PARTS.items():
+        for bar in part.bars:
+            measured, met = None, None
+            if "peer" in found.get(name, {}):
+                measured, met = bar.judge(found[name], found[part.peer or ""])
+            rows.append({
+                "part": part.title, "peer": PARTS[part.peer or ""].title, "figure": bar.figure, "bar": bar.limit,
+                "measured": measured, "met": met,
+            })  # fmt: skip
     return rows
 
 
+def merged(
+    before: dict[str, Any], run: str, head: dict[str, Any], rounds: dict[str, list[Iterations]]
+) -> dict[str, Any]:
+    """The result with this run's parts in it: of an older run what this one doesn't replace, and no more."""
+    parts = before.get("parts", {}) | {name: {"run": run, "rounds": found} for name, found in rounds.items()}
+    parts = {name: parts[name] for name in PARTS if name in parts}
+    runs = before.get("runs", {}) | {run: head}
+    found = summary(parts)
+    return {
+        "runs": {key: runs[key] for key in sorted({part["run"] for part in parts.values()})},
+        "summary": found,
+        "bars": judged(found),
+        "parts": parts,
+    }
+
+
+def trl_versions(python: Path) -> dict[str, str]:
+    """Of TRL and its transformers in the environment of ``python``.
+
+    Raises:
+        RuntimeError: there is none, or it has another TRL.
+    """
+    question = (
+        "import importlib.metadata as m, json; print(json.dumps({p: m.version(p) for p in ('trl', 'transformers')}))"
+    )
+    try:
+        done = subprocess.run([str(python), "-c", question], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise RuntimeError(f"no TRL in the environment of {python}; `make bench-iteration` makes it") from None
+    versions: dict[str, str] = json.loads(done.stdout)
+    if versions["trl"] != TRL_VERSION:
+        raise RuntimeError(f"{python} has TRL {versions['trl']}, expected {TRL_VERSION}: remove it and make it anew")
+    return versions
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What is printed at the end."""
+    made = []
+    for row in result["summary"].values():
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in row["stages"].items())
+        made.append(f"{row['title']}: {row['seconds']:.1f} s ({stages}), {row['peak_bytes'] / 2**30:.2f} GiB")
+    for row in result["bars"]:
+        what = "times as fast as" if row["figure"] == "seconds" else "of the peak memory of"
+        sense = "at least" if row["figure"] == "seconds" else "at most"
+        measured = "not measured" if row["measured"] is None else f"{row['measured']:.2f}"
+        sign = {None: "open", True: "met", False: "missed"}[row["met"]]
+        made.append(f"{row['part']}: {measured} {what} {row['peer']}, bar {sense} {row['bar']}: {sign}")
+    return made
+
+
 def main() -> None:
-    """All parts, or one."""
+    """All parts, some, or one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=1, help="times that every part is run (default: 1)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="of TRL's environment")
+    parser.add_argument("--small", action="store_true", help="4 replies of 8 tokens, one epoch; nothing is written")
+    parser.add_argument("--part", choices=PARTS, help="one part, in this process, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.part:
-        print(json.dumps(PARTS[arguments.part]()))
+        part = PARTS[arguments.part]
+        work = part.work.small() if arguments.small else part.work
+        run = part.run or partial(trl, python=arguments.trl_python)
+        print(json.dumps(run(work, part.dtype)))
         return
-    parts: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in PARTS}
+    names = [name for name in PARTS if arguments.only is None or name in arguments.only]
+    started, head = datetime.now(timezone.utc).isoformat(timespec="seconds"), header(BENCH, arguments.threads)
+    if any(PARTS[name].run is None for name in names):
+        head["trl_environment"] = trl_versions(arguments.trl_python)
+    rounds: dict[str, list[Iterations]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
-        for name, rounds in parts.items():
+        for name in names:
             command = [sys.executable, __file__, "--part", name, "--threads", str(arguments.threads)]
+            command += ["--trl-python", str(arguments.trl_python), *(["--small"] if arguments.small else [])]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            rounds.append(json.loads(done.stdout.splitlines()[-1]))
-            print(name, rounds[-1], flush=True)
-    found = summary(parts)
-    bars = judged(found)
-    for name, one in found.items():
-        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in one["stages"].items())
-        print(f"{name}: {one['seconds']:.1f} s ({stages}), {one['peak_bytes'] / 2**30:.2f} GiB")
-    for row in bars:
-        sign = "met" if row["met"] else "missed"
-        print(f"{row['part']}: {row['measured']:.2f} {row['figure']}, bar {row['sense']} {row['bar']}: {sign}")
-    result = {**header(BENCH, arguments.threads), "command": "python bench/bench_iteration.py", "summary": found,
-              "bars": bars, "parts": parts}  # fmt: skip
-    write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
-    readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
+            rounds[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(name, rounds[name][-1], flush=True)
+    before = json.loads(RESULT.read_text()) if RESULT.exists() and not arguments.small else {}
+    result = merged(before, started, head, rounds)
+    print("\n".join(lines(result)))
+    if not arguments.small:
+        write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
+        readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,43 +1,24 @@
 """What one writes in an afternoon: an iteration of PPO from transformers, peft and PyTorch, without ppo_fast.
 
-The peer of bench_iteration.py. It is meant to be correct and unhurried: ``generate`` with its cache, the logits of the
-reply's positions whole, a critic with a body and an adapter of its own, the reference by switching the adapter off.
+The peer of bench_iteration.py. It is meant to be correct and unhurried: ``generate`` with its cache, whole logits, a
+critic with a body and an adapter of its own, the reference by switching the adapter off.
 """
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from harness.memory import status, track_peak
+from harness.stages import Stages
 
 CLIP, VALUE_CLIP, VF_COEF, MAX_NORM = 0.2, 0.2, 0.1, 1.0
 GAMMA, LAM = 1.0, 0.95
-
-
-@dataclass
-class Stages:
-    """Seconds and peak bytes of each stage of an iteration."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Measures the body as stage ``name``."""
-        track_peak()
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
-        self.peak_bytes[name] = status("VmHWM")
 
 
 class Critic(nn.Module):
@@ -53,21 +34,34 @@ class Critic(nn.Module):
 
 
 class PlainPPO:
-    """A policy and a critic under LoRA."""
+    """A policy and a critic under LoRA.
 
-    def __init__(self, model: PreTrainedModel, lora: Callable[[str], LoraConfig], temperature: float) -> None:
+    ``logits`` of "all" positions, cut to the reply's afterwards, is how it is commonly written; "reply" asks the model
+    for the reply's alone.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lora: Callable[[str], LoraConfig],
+        temperature: float,
+        *,
+        logits: Literal["all", "reply"] = "all",
+        learning_rate: float = 1e-5,
+    ) -> None:
         config = model.config
         self.critic = Critic(
             get_peft_model(copy.deepcopy(model.base_model), lora("FEATURE_EXTRACTION")), config.hidden_size, model.dtype
         )
         self.policy = get_peft_model(model, lora("CAUSAL_LM"))
-        self.temperature = temperature
+        self.temperature, self.logits = temperature, logits
         self.trained = [p for m in (self.policy, self.critic) for p in m.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, weight_decay=0.0)
 
     def logprobs(self, ids: Tensor, replies: int, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the last ``replies`` tokens, [B, replies], and their mean entropy, without its gradient."""
-        logits = self.policy(input_ids=ids, use_cache=False, logits_to_keep=replies + 1).logits[:, :-1]
+        kept = 0 if self.logits == "all" else replies + 1  # 0: all of them
+        logits = self.policy(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[:, -replies - 1 : -1]
         table = (logits.float() / self.temperature).log_softmax(-1)
         chosen = table.gather(-1, ids[:, -replies:, None])[..., 0]
         if not entropy:

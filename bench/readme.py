@@ -106,25 +106,23 @@ def _ratio(row: dict[str, Any], key: str, unit: float, digits: int) -> str:
 
 
 def iteration(result: dict[str, Any]) -> str:
-    """One row a part: seconds of every stage, peak memory, ratios to the plain iteration in bold."""
-    machine, versions = result["machine"], result["versions"]
+    """One row a part: seconds of every stage, peak memory, ratios in bold to the peer that was measured with it."""
     rows = [["", *(f"{stage}, s" for stage in _STAGES), "together, s", "peak memory, GiB"], ["---"] * 6]
-    plain = result["summary"]["plain"]
-    for part, found in result["summary"].items():
-        speed, memory = plain["seconds"] / found["seconds"], found["peak_bytes"] / plain["peak_bytes"]
-        ratios = ("", "") if part == "plain" else (f", **{speed:.2f}x as fast**", f", **{memory:.2f}x**")
+    for found in result["summary"].values():
         stages = [f"{found['stages'][stage]:.1f}" for stage in _STAGES]
-        whole = [f"{found['seconds']:.1f}{ratios[0]}", f"{found['peak_bytes'] / 2**30:.1f}{ratios[1]}"]
-        rows.append([part, *stages, *whole])
-    met = sum(bar["met"] for bar in result["bars"])
-    return "\n".join(
-        [
-            f"{machine['processor']}, {machine['threads']} threads, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}. {met} of {len(result['bars'])} bars met.",
-            "",
-            *(f"| {' | '.join(row)} |" for row in rows),
-        ]
-    )
+        seconds, peak = f"{found['seconds']:.1f}", f"{found['peak_bytes'] / 2**30:.1f}"
+        if "peer" in found:
+            seconds, peak = f"{seconds}, **{found['speed']:.2f}x as fast**", f"{peak}, **{found['memory']:.2f}x**"
+        rows.append([found["title"], *stages, seconds, peak])
+    machines = {
+        f"{run['machine']['processor']}, {run['machine']['threads']} threads, torch {run['versions']['torch']}, "
+        f"transformers {run['versions']['transformers']}"
+        for run in result["runs"].values()
+    }
+    judged = [bar["met"] for bar in result["bars"]]
+    unmeasured = f", {judged.count(None)} not measured" if None in judged else ""
+    bars = f"{judged.count(True)} of {len(judged)} bars met{unmeasured}"
+    return "\n".join([f"{'; '.join(sorted(machines))}. {bars}.", "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 _STAGES = ("rollout", "score", "update")

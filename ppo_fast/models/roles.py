@@ -28,6 +28,7 @@ from ppo_fast.errors import UserError
 from ppo_fast.models.adapters import Adapters
 from ppo_fast.models.head import Head, check_head, head_of
 from ppo_fast.models.loading import disable_dropout, load_model
+from ppo_fast.models.lora import fuse_adapters
 from ppo_fast.models.tokens import TokenBatch
 from ppo_fast.profiling import annotate
 
@@ -178,6 +179,7 @@ def build_roles(
             config = value_peft_config or _config_like(peft_model.peft_config[policy_adapter])
             _add_adapter(peft_model, VALUE, config)
         adapters = Adapters(peft_model, (policy_adapter, VALUE) if critic_is_adapter else (policy_adapter,))
+        fuse_adapters(peft_model)
     elif value_peft_config is not None:
         raise UserError("value_peft_config needs peft_config: a LoRA critic lives on the policy's base; set both")
     disable_dropout(base)  # the adapters' own too

@@ -244,7 +244,7 @@ class PPOTrainer:
         """What the update calls before its first step: measures in every iteration, refuses in the first."""
         rollout = experience.rollout
         mask = experience.mask[: self.args.minibatch_size]
-        bounds = self.args.step0_bounds
+        bounds = self.args.step0_bounds(str(self.roles.policy.model.dtype).removeprefix("torch."))
 
         def check(log_ratios: Tensor) -> None:
             difference, live = log_ratios, mask

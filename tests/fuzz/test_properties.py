@@ -594,6 +594,8 @@ def test_ppo_loss(case: TokenCase, drawn: dict[str, object], extras: str) -> Non
         assert not got_d[~live].any()
         fine = live & ~_near_bounds(d, 8 * eps * (1 + d.abs()), drawn)
         own = eps * (wrong * d_logprobs.abs() + 4 * weight * drawn["kl_coef"] * kl) + narrow * d_logprobs.abs()
+        # Autograd's derivative of k3 is 1 - exp(-d) with the roundings of the 1, also where it is the exact value.
+        own = own + torch.finfo(torch.float64).eps * weight * drawn["kl_coef"]
         judge(f"{path}: d_logprobs", got_d[fine], d_logprobs[fine], near[2][fine], own[fine])
         for x, wanted in zip(got_e, d_entropy, strict=True):
             assert not x[~live].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
@@ -42,15 +43,17 @@ def settings(tmp_path):
 
 @pytest.fixture
 def make_trainer(tiny_model_dir, prompts, settings):
-    """``make_trainer(lora=True, trainer={...}, **config)``."""
+    """``make_trainer(lora=True, model_dtype=..., trainer={...}, **config)``."""
 
-    def make(*, lora: bool = True, trainer: dict | None = None, **config) -> PPOTrainer:
+    def make(
+        *, lora: bool = True, model_dtype: torch.dtype = torch.float32, trainer: dict | None = None, **config
+    ) -> PPOTrainer:
         arguments = {
             "reward_funcs": length_reward,
             "train_dataset": prompts,
             "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
         } | (trainer or {})
-        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=model_dtype)
         from ppo_fast.models.loading import load_tokenizer
 
         arguments.setdefault("processing_class", load_tokenizer(str(tiny_model_dir)))

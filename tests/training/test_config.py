@@ -101,6 +101,8 @@ def test_missing_output_dir_is_named():
 
 
 def test_sixteen_bits_have_their_own_step0_bounds():
-    assert config().step0_bounds == (1e-4, 1e-3)
-    assert config(dtype="bfloat16").step0_bounds == (0.05, 0.5)
-    assert config(step0_p99=0.2, step0_max=0.3).step0_bounds == (0.2, 0.3)
+    assert config().step0_bounds("float32") == config().step0_bounds("float64") == (1e-4, 1e-3)
+    assert config().step0_bounds("float16") == (0.05, 0.5)
+    assert config().step0_bounds("bfloat16") == config(rollout_dtype="bfloat16").step0_bounds("float32") == (0.4, 1.0)
+    assert config(rollout_dtype="bfloat16").step0_bounds("float16") == (0.4, 1.0)
+    assert config(step0_p99=0.2, step0_max=0.3).step0_bounds("bfloat16") == (0.2, 0.3)

@@ -268,7 +268,7 @@ def test_sampling_settings_of_the_model_are_overridden_with_a_word(make_trainer,
         {"min_new_tokens": 4, "response_length": 12},
         {"min_new_tokens": 4, "response_length": 12, "old_logprobs": "rescored", "entropy_coef": 0.01},
         {"min_new_tokens": 4, "response_length": 12, "top_k": 64},
-        {"rollout_dtype": "bfloat16", "step0_p99": 0.2},  # few layers with large weights: errors are, too
+        {"rollout_dtype": "bfloat16"},
     ],
 )
 def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
@@ -276,7 +276,7 @@ def test_sampling_settings_reach_training(make_trainer, config, tmp_path):
     make_trainer(total_episodes=16, **config).train()
     first, second = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     exact = "rollout_dtype" not in config
-    assert first["rollout/logp_diff_max"] < (1e-5 if exact else 0.5)
+    assert first["rollout/logp_diff_max"] < (2e-5 if exact else 0.5)
     assert abs(first["objective/kl"]) < (1e-4 if exact else 1)
     assert second["objective/kl"] != first["objective/kl"]
     cut = "top_k" in config or "top_p" in config
@@ -300,6 +300,14 @@ def test_a_model_whose_eos_cannot_be_excluded_is_refused_at_once(make_trainer, t
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_model("gemma2"))
     with pytest.raises(UserError, match=r"caps its logits.*leave min_new_tokens at 0"):
         make_trainer(min_new_tokens=2)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_model_that_arrives_in_bfloat16_is_held_to_the_bounds_of_bfloat16(make_trainer, tmp_path, lora):
+    make_trainer(lora=lora, model_dtype=torch.bfloat16, total_episodes=16).train()
+    first, second = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert 1e-3 < first["rollout/logp_diff_max"] < 0.3
+    assert second["objective/kl"] != first["objective/kl"]
 
 
 def test_a_model_that_cannot_generate_is_refused_at_once(make_trainer, tiny_model, monkeypatch):

@@ -66,7 +66,7 @@ def test_at_zero_learning_rate_log_ratios_stay_in_bounds_and_repeat_to_the_bit(m
     experience = experience_of(trainer)
     one, _ = run(trainer, experience, num_ppo_epochs=1)
     three, _ = run(trainer, experience, num_ppo_epochs=3)
-    assert float(one.policy.log_ratios.abs().max()) <= trainer.args.step0_bounds[1]
+    assert float(one.policy.log_ratios.abs().max()) <= trainer.args.step0_bounds("float32")[1]
     assert torch.equal(three.policy.log_ratios, one.policy.log_ratios.repeat(3))
 
 
