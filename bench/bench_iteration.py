@@ -81,12 +81,24 @@ PARTS = {
     "plain-reply-logits": Part("plain, logits of replies alone", QWEN, FP32, partial(plain, logits="reply"), "plain"),
     "ours": Part("ours", QWEN, FP32, ours, "plain", (speed(1.4), memory(0.5))),
     "ours-checkpointed": Part(
-        "ours, checkpointed", QWEN, FP32, partial(ours, checkpointing=True), "plain", (speed(1.0), memory(0.3))
+        "ours, checkpointed, in micro-batches of 2",
+        QWEN,
+        FP32,
+        partial(ours, checkpointing=True, micro_batch=2),
+        "plain",
+        (speed(1.0), memory(0.3)),
     ),
     "plain-bf16": Part("plain, bf16", QWEN, BF16, partial(plain, logits="all")),
     "ours-bf16": Part("ours, bf16", QWEN, BF16, ours, "plain-bf16", (speed(1.4),)),
     "trl": Part(f"TRL {TRL_VERSION}, SmolLM2", SMOLLM2, FP32, None),
-    "ours-smollm2": Part("ours, SmolLM2", SMOLLM2, FP32, ours, "trl", (speed(1.4), memory(0.3))),
+    "ours-smollm2": Part(
+        "ours, SmolLM2, in micro-batches of 2",
+        SMOLLM2,
+        FP32,
+        partial(ours, micro_batch=2),
+        "trl",
+        (speed(1.4), memory(0.3)),
+    ),
     "trl-bf16": Part(f"TRL {TRL_VERSION}, SmolLM2, bf16", SMOLLM2, BF16, None),
     "ours-smollm2-bf16": Part("ours, SmolLM2, bf16", SMOLLM2, BF16, ours, "trl-bf16", (speed(1.4),)),
 }

@@ -142,9 +142,10 @@ def plain(work: Work, dtype: torch.dtype, logits: Literal["all", "reply"]) -> It
     ]
 
 
-def ours(work: Work, dtype: torch.dtype, *, checkpointing: bool = False) -> Iterations:
-    """ppo_fast's trainer, from its own metrics."""
+def ours(work: Work, dtype: torch.dtype, *, checkpointing: bool = False, micro_batch: int | None = None) -> Iterations:
+    """ppo_fast's trainer, from its own metrics; ``micro_batch`` rows of a minibatch at a time, None for all."""
     words = tokenizer()
+    micro_batch = min(micro_batch or work.replies, work.replies // MINIBATCHES)
 
     def sevens(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [share_of_sevens(ids) for ids in completion_ids]
@@ -153,7 +154,7 @@ def ours(work: Work, dtype: torch.dtype, *, checkpointing: bool = False) -> Iter
         run = Path(folder) / "run"
         config = PPOConfig(
             output_dir=str(run), response_length=work.new_tokens, temperature=TEMPERATURE, learning_rate=LEARNING_RATE,
-            per_device_train_batch_size=work.replies // MINIBATCHES, gradient_accumulation_steps=MINIBATCHES,
+            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=work.replies // micro_batch,
             num_mini_batches=MINIBATCHES, num_ppo_epochs=work.epochs, total_episodes=ITERATIONS * work.replies,
             kl_coef=KL_COEF, dtype=str(dtype).removeprefix("torch."), gradient_checkpointing=checkpointing,
             save_steps=0,

@@ -17,6 +17,7 @@ from ppo_fast.ops.value_loss import ValueStats
 from ppo_fast.profiling import annotate
 from ppo_fast.training.config import PPOConfig
 from ppo_fast.training.experience import Experience, Progress, micro_batches
+from ppo_fast.training.heap import return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _backward(
         # The policy's graph is freed before the critic's is built: one set of activations at a time.
         with annotate("ppo_fast/policy_backward"):
             policy_loss.backward()
+        _after_graph(config)
     values = roles.critic.values_of(hidden) if shares_body else roles.critic.values(batch.rollout)[0]
     value_loss, value = ops.value_loss(
         values, batch.values, batch.returns, batch.mask, clip_range=config.cliprange_value,
@@ -142,7 +144,14 @@ def _backward(
     )  # fmt: skip
     with annotate("ppo_fast/value_backward"):
         (policy_loss + config.vf_coef * value_loss if shares_body else value_loss).backward()
+    _after_graph(config)
     return policy, value
+
+
+def _after_graph(config: PPOConfig) -> None:
+    """Who checkpoints activations has asked for memory before time: a few percent of it buy a heap without holes."""
+    if config.gradient_checkpointing:
+        return_freed_memory()
 
 
 def _joined(one: tuple[Tensor, PPOStats], other: tuple[Tensor, PPOStats]) -> tuple[Tensor, PPOStats]:
