@@ -102,7 +102,8 @@ template <class T, class E> class Weight {
         row_(weight.stride(0)),
         column_(weight.stride(1)),
         block_(block) {
-    const bool whole_words = E::per_word == 1 || (H_ % 2 == 0 && row_ % 2 == 0);
+    const bool aligned = reinterpret_cast<uintptr_t>(memory_) % alignof(Word) == 0;
+    const bool whole_words = E::per_word == 1 || (H_ % 2 == 0 && row_ % 2 == 0 && aligned);
     in_place_ = (H_ == 1 || column_ == 1) && whole_words;
     even_ = ceil_div(H_, E::per_word) * E::per_word;
     dense_.reset(new Buffer<T>(in_place_ ? 0 : threads * block * even_));

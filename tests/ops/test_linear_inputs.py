@@ -95,3 +95,18 @@ def test_one_tensor_in_two_places(op):
         return torch.autograd.grad(torch.stack([loss, loss.square(), loss.exp() * 1e-9]), table, upstream)[0]
 
     torch.testing.assert_close(gradient(OPS[op]), gradient(by_hand, coef), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_may_begin_at_any_element(dtype):
+    """Kernels that read two elements as one word need them on a word's boundary: `make sanitize` watches."""
+    weight, ids = torch.randn(V, 6).to(dtype), torch.randint(V, (B, T))
+    shifted = torch.empty(V * 6 + 1, dtype=dtype)[1:].view(V, 6).copy_(weight)
+    results = []
+    for w in (weight, shifted):
+        hidden = torch.linspace(-1, 1, B * T * 6).view(B, T, 6).to(dtype).requires_grad_()
+        out = linear_selected_logprobs(hidden, w, ids)
+        out.sum().backward()
+        results.append((out, hidden.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
