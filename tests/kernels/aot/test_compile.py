@@ -275,6 +275,12 @@ def variants() -> dict[str, Variant]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         add("tf32", head_launches(200, torch.float32, optional=True))
+    if head_scores.chip(torch.device("cuda")) in ("sm_90", "sm_100"):
+        for tile in head_scores._LARGE_TILES[2]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(head_scores, "tile_for", lambda n, weight, tile=tile: tile)
+                add("bfloat16-autotuned-plain", head_launches(200, torch.bfloat16, optional=False))
+                add("bfloat16-autotuned", head_launches(200, torch.bfloat16, optional=True))
     stat = torch.float32
     add("plain", gae_launches(stat, 48, optional=False))
     add("plain", loss_launches(stat, 0, 3, optional=False))
