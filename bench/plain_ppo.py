@@ -1,7 +1,8 @@
 """What one writes in an afternoon: an iteration of PPO from transformers, peft and PyTorch, without ppo_fast.
 
 The peer of bench_iteration.py. It is meant to be correct and unhurried: ``generate`` with its cache, whole logits, a
-critic with a body and an adapter of its own, the reference by switching the adapter off.
+critic with a body and an adapter of its own, the reference by switching the adapter off, both losses, then both backward
+passes.
 """
 
 from __future__ import annotations
@@ -116,10 +117,11 @@ class PlainPPO:
         new, _ = self.logprobs(ids, replies, entropy=True)
         ratio = (new - old).exp()
         surrogate = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-        (-surrogate.mean()).backward()
         values = self.critic(ids)[:, -replies - 1 : -1]
         near = old_values + (values - old_values).clamp(-VALUE_CLIP, VALUE_CLIP)
-        (VF_COEF * 0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2).mean()).backward()
+        value_loss = 0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2).mean()
+        (-surrogate.mean()).backward()
+        (VF_COEF * value_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.trained, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -13,6 +13,7 @@ import torch
 
 import gpu
 from gpu.choice import bench_choice
+from gpu.decode import bench_decode
 from gpu.head import bench_head
 from gpu.iteration import bench_iteration
 from gpu.machine import Machine, Numbers
@@ -43,6 +44,7 @@ def main() -> None:
         results["rows"] = bench_rows(machine, machine.heads[0][2])
         results["sampling"] = bench_sampling(machine, machine.heads[0])
         results["choice"] = bench_choice(machine, machine.heads[0])
+    results["decode"] = bench_decode(machine)
     run = ROOT / "runs" / f"gpu-{time.strftime('%Y%m%d-%H%M%S')}"
     results["iteration"] = bench_iteration(machine, run)
     results["minutes"] = round((time.perf_counter() - started) / 60, 2)

@@ -25,6 +25,9 @@ def report(results: Numbers) -> None:
         say(op, rows)
     for n, rows in results["choice"]["by tokens"].items():
         say(f"scoring {n} tokens", rows)
+    decode = results["decode"]
+    say("rollout, 64 x (64+64)", {name: row for name, row in decode.items() if isinstance(row, dict)})
+    print(f"  tokens/s {decode['tokens_per_second']}, equal greedy ids {decode['equal_greedy_ids']}")
     print(f"\nkernels/head_scores.py should hold _FUSED_TOKENS = {results['choice']['_FUSED_TOKENS']}")
     print(f"fastest tiles: {results['choice']['tiles']}")
     print(f"7B-shaped LoRA iteration: {results['iteration']}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import sys
 from collections.abc import Callable
 
@@ -15,7 +14,6 @@ def return_freed_memory() -> None:
     glibc serves tensors of up to 32 MB from its heap and keeps what they leave for the next ones of their size. The
     phases of an iteration have tensors of other sizes: each phase's heap would stay beside the next one's.
     """
-    gc.collect()  # a graph that refers to itself holds its activations until then
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

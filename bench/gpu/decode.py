@@ -1,28 +1,26 @@
-"""Decode steps on a GPU: captured as CUDA graphs, plain, and transformers' own ``generate``; a part of bench/gpu.py."""
+"""Rollouts: decode steps as CUDA graphs, plain, and transformers' own ``generate``."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gpu.machine import Machine, Numbers, measure
 from ppo_fast.models.roles import Actor
 from ppo_fast.rollout import generate, step
 
 
-def bench_decode(machine: Any, measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Whole rollouts of 64 prompts of 64 tokens by 256 new ones, Qwen2.5-0.5B's shape with random weights.
+def bench_decode(machine: Machine) -> Numbers:
+    """Whole rollouts of 64 prompts of 64 tokens by 64 new ones, Qwen2.5-0.5B's shape with random weights.
 
-    ``machine`` and ``measure`` are those of bench/gpu.py. Greedy ids of both ways of ours are compared first.
+    Greedy ids of both ways of ours are compared first.
     """
     shape = {
         "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2,
     }  # fmt: skip
     tiny = dict.fromkeys(shape, 2) | {"vocab_size": 301, "hidden_size": 16}
-    B, L, T = (2, 4, 3) if machine.dry else (64, 64, 256)
+    B, L, T = (2, 4, 3) if machine.dry else (64, 64, 64)
     torch.manual_seed(0)
     with torch.device(machine.device):
         config = Qwen2Config(**(tiny if machine.dry else shape), tie_word_embeddings=True, eos_token_id=None)
