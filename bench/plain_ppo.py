@@ -1,8 +1,8 @@
 """What one writes in an afternoon: an iteration of PPO from transformers, peft and PyTorch, without ppo_fast.
 
 The peer of bench_iteration.py. It is meant to be correct and unhurried: ``generate`` with its cache, whole logits, a
-critic with a body and an adapter of its own, the reference by switching the adapter off, both losses, then both backward
-passes.
+critic with a body and an adapter of its own, the reference by switching the adapter off; both losses first, then both
+backward passes.
 """
 
 from __future__ import annotations
