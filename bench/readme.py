@@ -105,6 +105,20 @@ def _ratio(row: dict[str, Any], key: str, unit: float, digits: int) -> str:
     return f"{stock:.{digits}f} → {ours:.{digits}f}, **{row['ratio'][key]:.2f}x**"
 
 
+def rollout(result: dict[str, Any]) -> str:
+    """The machine, one row a bar."""
+    machine, versions = result["machine"], result["versions"]
+    met = sum(bar["met"] is True for bar in result["bars"])
+    return "\n".join(
+        [
+            f"{machine['processor']}, {machine['threads']} threads, torch {versions['torch']}, transformers "
+            f"{versions['transformers']}. {met} of {len(result['bars'])} bars met.",
+            "",
+            table(result["bars"]),
+        ]
+    )
+
+
 def iteration(result: dict[str, Any]) -> str:
     """One row a part: seconds of every stage, peak memory, ratios in bold to the peer that was measured with it."""
     rows = [["", *(f"{stage}, s" for stage in _STAGES), "together, s", "peak memory, GiB"], ["---"] * 6]
@@ -132,6 +146,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "demo": ("demo.json", demo),
     "ops": ("ops-*.json", ops),
     "trl": ("trl.json", trl),
+    "rollout": ("rollout.json", rollout),
     "iteration": ("iteration.json", iteration),
 }
 
