@@ -32,7 +32,7 @@ class _AdaptedLinear(torch.autograd.Function):
         base_layer: nn.Linear,
         scaling: float,
     ) -> Tensor:  # [..., out]
-        y: Tensor = base_layer(x)  # called, not computed here: a rollout has it run over a packed weight
+        y: Tensor = base_layer(x)  # called, not computed here: hooks on the base layer run
         h = (x.reshape(-1, x.shape[-1]) @ a.to(x.dtype).t()).mul_(scaling)
         y.view(-1, y.shape[-1]).addmm_(h, b.to(x.dtype).t())
         ctx.save_for_backward(x, h, a, b, base_layer.weight)

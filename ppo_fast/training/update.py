@@ -149,7 +149,7 @@ def _backward(
 
 
 def _after_graph(config: PPOConfig) -> None:
-    """Who checkpoints activations has asked for memory before time: a few percent of it buy a heap without holes."""
+    """Who checkpoints activations has asked for memory before time: each graph begins in a heap without holes."""
     if config.gradient_checkpointing:
         return_freed_memory()
 
