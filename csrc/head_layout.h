@@ -5,14 +5,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
 
+#include "buffer.h"
 #include "isa.h"
 #include "linear_head.h"
 #include "parallel.h"
@@ -22,25 +20,7 @@ namespace ppo_fast {
 namespace {
 
 constexpr int64_t kSegments = 64;
-constexpr int64_t kBlockBytes = 384 * 1024;   // of weight
-
-// Memory aligned to a cache line, not initialised. Made outside of parallel regions, since it may throw.
-template <class X> class Buffer {
- public:
-  explicit Buffer(int64_t count) {
-    const size_t bytes = (static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(X) + 63) / 64 * 64;
-    memory_.reset(static_cast<X*>(std::aligned_alloc(64, bytes)));
-    if (!memory_) throw std::bad_alloc();
-  }
-  X* get() const { return memory_.get(); }
-  X& operator[](int64_t i) const { return memory_.get()[i]; }
-
- private:
-  struct Free {
-    void operator()(X* p) const { std::free(p); }
-  };
-  std::unique_ptr<X[], Free> memory_;
-};
+constexpr int64_t kBlockBytes = 384 * 1024;  // of weight
 
 // ------------------------------------------------------------------------------------------------------------- geometry
 
@@ -67,25 +47,6 @@ struct Cuts {
   }
   int64_t segments() const { return ceil_div(V, segment); }
 };
-
-// Segments for whichever thread is free. Each thread learns its next one early, to fetch the memory ahead.
-class Queue {
- public:
-  explicit Queue(int64_t count) : count_(count) {}
-  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
-  bool holds(int64_t segment) const { return segment < count_; }
-
- private:
-  const int64_t count_;
-  std::atomic<int64_t> next_{0};
-};
-
-// f(thread) once for every thread there is.
-template <class F> void on_threads(int64_t threads, const F& f) {
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) f(t);
-  });
-}
 
 // -------------------------------------------------------------------------------------------------------------- weights
 

@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,25 @@ template <class F> void parallel(int64_t count, int64_t cost, const F& f) {
   if (count <= 0) return;
   const int64_t grain = cost >= 32768 ? 1 : 32768 / (cost > 0 ? cost : 1);
   torch::stable::parallel_for(0, count, grain, f);
+}
+
+// Pieces of work for whichever thread is free. Each thread may learn its next one early, to fetch the memory ahead.
+class Queue {
+ public:
+  explicit Queue(int64_t count) : count_(count) {}
+  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  bool holds(int64_t piece) const { return piece < count_; }
+
+ private:
+  const int64_t count_;
+  std::atomic<int64_t> next_{0};
+};
+
+// f(thread) once for every thread there is.
+template <class F> void on_threads(int64_t threads, const F& f) {
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) f(t);
+  });
 }
 
 constexpr int64_t kTokenBlock = 4096;

@@ -8,6 +8,7 @@ from ppo_fast.ops.linear_ppo_loss import linear_ppo_loss
 from ppo_fast.ops.linear_sample import linear_sample
 from ppo_fast.ops.linear_selected_logprobs import linear_selected_logprobs
 from ppo_fast.ops.linear_token_loss import linear_token_loss
+from ppo_fast.ops.lora_linear import lora_linear
 from ppo_fast.ops.ppo_loss import PPOStats, ppo_loss
 from ppo_fast.ops.selected_logprobs import selected_logprobs
 from ppo_fast.ops.shape_rewards import shape_rewards
@@ -26,6 +27,7 @@ __all__ = [
     "linear_sample",
     "linear_selected_logprobs",
     "linear_token_loss",
+    "lora_linear",
     "masked_mean",
     "ppo_loss",
     "selected_logprobs",

@@ -1,8 +1,9 @@
-"""Linear layers through `small_linear`, for as long as a rollout lasts.
+"""Linear layers through our own kernels, for as long as a rollout lasts.
 
 At the few rows of a decode step a GEMM is the reading of its weight. `small_linear` reads it where it lies, about
-twice as fast as a BLAS does, and at the many rows of a prompt it loses nothing. The forward of every ``nn.Linear``
-(GPT-2's ``Conv1D`` too, whose weights are copied: they lie the other way round) is replaced and put back afterwards.
+twice as fast as a BLAS does. The many rows of a prompt take, in float32, the kernel of training, `lora_linear`. The
+forward of every ``nn.Linear`` (GPT-2's ``Conv1D`` too, whose weights are copied: they lie the other way round) is
+replaced and put back afterwards.
 
 LoRA. Adapters stay products of their own, in their own precision, and are added before the layer's sum is rounded:
 nothing of a small adapter is lost in 16 bits, and replies are drawn from the very distribution that training computes.
@@ -21,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_fast import ops
 from ppo_fast.ops._library import stat_dtype
+
+_FEW_ROWS = 64  # what small_linear reads a weight once for
 
 
 def swaps(device: torch.device) -> bool:
@@ -57,16 +60,24 @@ class _Small:
                 self._bias = shift if self._bias is None else self._bias + shift
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Not through ops.small_linear, whose checks take as long as a small product: there are hundreds in a step.
-        small_linear = torch.ops.ppo_fast.small_linear.default
+        # Not through the public ops, whose checks take as long as a small product: there are hundreds in a step.
         rows = x.reshape(-1, self._in_features)
-        extra = None
+        if len(rows) > _FEW_ROWS and rows.dtype == self._weight.dtype == torch.float32:
+            h = None if self._down is None else rows @ self._down.to(torch.float32).t()
+            y = torch.ops.ppo_fast.lora_linear.default(rows, self._weight, self._bias, h, self._up)
+        else:
+            y = self._on_few_rows(rows)
+        return y.to(x.dtype).view(*x.shape[:-1], self._out_features)
+
+    def _on_few_rows(self, rows: Tensor) -> Tensor:
+        small_linear = torch.ops.ppo_fast.small_linear.default
+        h = None
         if self._down is not None:
             down = self._down
-            extra = small_linear(rows.to(down.dtype), down, None, None, None, True).to(self._stat)
-        wide = x.dtype != self._weight.dtype
-        y = small_linear(rows.to(self._weight.dtype), self._weight, self._bias, extra, self._up, wide)
-        return y.to(x.dtype).view(*x.shape[:-1], self._out_features)
+            h = small_linear(rows.to(down.dtype), down, None, None, None, True).to(self._stat)
+        wide = rows.dtype != self._weight.dtype
+        y: Tensor = small_linear(rows.to(self._weight.dtype), self._weight, self._bias, h, self._up, wide)
+        return y
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ppo_fast.profiling import annotate
-from ppo_fast.training.heap import return_freed_memory
+from ppo_fast.training.heap import keep_freed_memory, return_freed_memory
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -22,6 +22,7 @@ class Meter:
     """Times phases and reads their peak memory: of the device on CUDA, of the process elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
+        keep_freed_memory()
         self._device = device
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
