@@ -1,0 +1,308 @@
+"""A frozen layer and its adapter: values and gradients on every path, and bits that depend on the row alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import linear
+
+from ppo_fast.ops import backends, lora_linear
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# Rows, features, depth and rank: whole tiles and panels, one more and one less, single ones, long chains.
+SIZES = [
+    (1, 1, 1, 1), (12, 32, 16, 16), (13, 33, 17, 3), (11, 31, 15, 1), (100, 75, 257, 16), (40, 130, 513, 40),
+    (300, 16, 64, 8), (29, 200, 1, 2), (24, 64, 4864, 16),
+]  # fmt: skip
+
+
+def layer(features: int, depth: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Outputs of either product have a standard deviation of about 1."""
+    return {
+        "weight": (torch.randn(features, depth) / math.sqrt(depth)).to(dtype),
+        "lora_a": torch.randn(rank, depth) / math.sqrt(depth),
+        "lora_b": torch.randn(features, rank) / math.sqrt(rank),
+        "bias": torch.randn(features).to(dtype),
+    }
+
+
+def composed(
+    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, bias: Tensor, scaling: float, dtype: torch.dtype
+) -> Tensor:
+    """The formula in ``dtype``."""
+    x, weight, lora_a, lora_b, bias = (t.to(dtype) for t in (x, weight, lora_a, lora_b, bias))
+    return linear(x, weight, bias) + scaling * linear(linear(x, lora_a), lora_b)
+
+
+def primitive(x: Tensor, given: dict[str, Tensor], down: Tensor | None) -> Tensor:
+    """The two products alone, without the adapter's first."""
+    up = None if down is None else given["lora_b"]
+    return torch.ops.ppo_fast.lora_linear(x, given["weight"], given["bias"], down, up)
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "features", "depth", "rank"), SIZES)
+def test_float32_is_as_exact_as_pytorch(cpu_backend, as_exact_as, n, features, depth, rank, turned):
+    """With the weight in either order, with an adapter and without."""
+    given, x = layer(features, depth, rank), torch.randn(n, depth)
+    if turned:
+        given["weight"] = given["weight"].t().contiguous().t()
+    exact = composed(x, **given, scaling=0.7, dtype=torch.float64)
+    as_exact_as(lora_linear(x, **given, scaling=0.7), composed(x, **given, scaling=0.7, dtype=torch.float32), exact)
+    exact = linear(x.double(), given["weight"].double(), given["bias"].double())
+    theirs = linear(x, given["weight"], given["bias"])
+    as_exact_as(lora_linear(x, given["weight"], bias=given["bias"]), theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradients_in_every_dtype(cpu_backend, as_exact_as, dtype):
+    """Against autograd over the formula in float64; yardstick is the same in ``dtype``."""
+    given, x = layer(70, 130, 16, dtype), torch.randn(3, 40, 130).to(dtype)
+    of_adapter = torch.float64 if dtype == torch.float64 else torch.float32
+    given |= {name: given[name].to(of_adapter) for name in ("lora_a", "lora_b")}
+    upstream = torch.randn(3, 40, 70).to(dtype)
+
+    def run(function, cast: torch.dtype | None) -> list[Tensor]:
+        leaves = [t.detach() if cast is None else t.detach().to(cast) for t in (x, given["lora_a"], given["lora_b"])]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        y = function(leaves[0], given["weight"], leaves[1], leaves[2], bias=given["bias"], scaling=1.3)
+        grads = torch.autograd.grad(y, leaves, upstream.to(y.dtype))
+        return [y.detach(), *grads]
+
+    def plain(of: torch.dtype):
+        return lambda *a, bias, scaling: composed(*a, bias, scaling, of)
+
+    ours = run(lora_linear, None)
+    assert [t.dtype for t in ours] == [dtype, dtype, of_adapter, of_adapter]
+    for got, theirs, exact in zip(
+        ours, run(plain(dtype), dtype), run(plain(torch.float64), torch.float64), strict=True
+    ):
+        as_exact_as(got.to(dtype), theirs.to(dtype), exact)
+
+
+def test_gradcheck(cpu_backend):
+    x, weight, a, b = (torch.randn(*s, dtype=torch.float64) for s in ((5, 7), (6, 7), (3, 7), (6, 3)))
+    bias = torch.randn(6, dtype=torch.float64)
+    for leaf in (x, a, b):
+        leaf.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, a, b, bias=bias, scaling=0.4), (x, a, b))
+    assert torch.autograd.gradcheck(lambda x: lora_linear(x, weight), (x,))
+
+
+@pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_what_is_asked_for_is_computed(gemm_flops, asked):
+    """In products of rows by H by V: an adapter's gradient takes neither the weight nor the input's gradient."""
+    given, x = layer(40, 50, 4), torch.randn(30, 50)
+    leaves = [t.requires_grad_(on) for t, on in zip((x, given["lora_a"], given["lora_b"]), asked, strict=True)]
+    forward = gemm_flops(lambda: lora_linear(x, **given))
+    both = gemm_flops(lambda: lora_linear(x, **given).sum().backward())
+    narrow = 2 * 30 * 4
+    of_h = narrow * 40
+    expected = {0: of_h + 2 * 30 * 40 * 50 + narrow * 50, 1: of_h + narrow * 50, 2: of_h + narrow * 40}
+    assert both - forward == expected[asked.index(True)]
+    assert sum(leaf.grad is not None for leaf in leaves) == 1
+
+
+def test_upstream_gradients_of_any_layout(cpu_backend):
+    """Expanded, transposed and sliced ones, as sums and views send them."""
+    given, x = layer(32, 48, 4), torch.randn(6, 5, 48, requires_grad=True)
+    kinds = [torch.ones(()).expand(6, 5, 32), torch.randn(32, 5, 6).permute(2, 1, 0), torch.randn(6, 5, 64)[..., ::2]]
+    for upstream in kinds:
+        got = torch.autograd.grad(lora_linear(x, **given), x, upstream)[0]
+        expected = torch.autograd.grad(lora_linear(x, **given), x, upstream.contiguous())[0]
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
+def test_leading_dimensions(cpu_backend, shape):
+    given, x = layer(33, 6, 2), torch.randn(*shape, 6, requires_grad=True)
+    got = lora_linear(x, **given)
+    assert got.shape == (*shape, 33)
+    assert torch.allclose(got, composed(x, **given, scaling=1.0, dtype=torch.float32), atol=1e-5)
+    got.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# ------------------------------------------------------------------------------------------------- bits of the C++ path
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_does_not_depend_on_the_others(isa, threads, turned):
+    """Every height of a tile, every number of threads, bands of rows included; another row holds NaN."""
+    given, x, down = layer(72, 523, 5), torch.randn(420, 523), torch.randn(420, 5)
+    if turned:
+        given["weight"] = given["weight"].t().contiguous().t()
+    threads(1)
+    alone = torch.cat([primitive(x[i : i + 1], given, down[i : i + 1]) for i in range(30)])
+    everything = primitive(x, given, down)
+    assert torch.equal(everything[:30], alone)
+    for n in range(1, 31):
+        assert torch.equal(primitive(x[:n], given, down[:n]), alone[:n]), n
+    for count in (2, 3, 16):
+        threads(count)
+        assert torch.equal(primitive(x, given, down), everything)
+    x[3] = math.nan
+    others = torch.arange(420) != 3
+    assert torch.equal(primitive(x, given, down)[others], everything[others])
+
+
+@pytest.mark.parametrize("depth", [64, 65, 1024])
+def test_strides_change_no_bit(isa, depth):
+    """Read in place or copied: rows apart, columns apart, a page apart, the other way round, one row for all."""
+
+    def moved(like: Tensor) -> list[Tensor]:
+        rows, columns = like.shape
+        return [
+            torch.full((rows, columns + 7), math.nan)[:, 5 : columns + 5],
+            torch.full((rows, 2 * columns), math.nan)[:, ::2],
+            torch.full((columns, rows), math.nan).t(),
+            torch.full((rows, 4096), math.nan)[:, :columns],
+            torch.full((rows, 5 * columns), math.nan)[:, columns : 2 * columns],
+        ]
+
+    given, x, down = layer(72, depth, 5), torch.randn(30, depth), torch.randn(30, 5)
+    expected = primitive(x, given, down)
+    for other in moved(x):
+        assert torch.equal(primitive(other.copy_(x), given, down), expected)
+    for other in moved(down):
+        assert torch.equal(primitive(x, given, other.copy_(down)), expected)
+    for name in ("weight", "lora_b"):
+        for other in moved(given[name]):
+            assert torch.equal(primitive(x, given | {name: other.copy_(given[name])}, down), expected)
+    same = primitive(x[:1].expand(30, depth), given, down[:1].expand(30, 5))
+    assert torch.equal(same, expected[:1].expand(30, 72))
+
+
+def test_infinities_and_nan_arrive(cpu_backend):
+    given, x = layer(40, 32, 4), torch.randn(20, 32)
+    x[2, 5], x[7, 0] = math.nan, math.inf
+    got = lora_linear(x, given["weight"])
+    assert got[2].isnan().all()
+    assert torch.equal(got[7], given["weight"][:, 0].sign() * math.inf)
+    assert got[[0, 1, 3, 4, 5, 6, 8]].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------------- promises
+
+
+def test_every_path_is_named(cpu_backend):
+    assert backends()["lora_linear"]["cpu"] == cpu_backend
+
+
+def test_backward_keeps_the_input_and_the_narrow_product():
+    given, x = layer(20, 12, 3), torch.randn(100, 12, requires_grad=True)
+    own = {t.data_ptr() for t in given.values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lora_linear(x, **given)
+    assert sum(kept.values()) == 100 * (12 + 3) * 4
+
+
+def test_opcheck(opcheck):
+    x, given = torch.randn(5, 6), layer(40, 6, 2)
+    for down in (None, torch.randn(5, 2)):
+        up = None if down is None else given["lora_b"]
+        for bias in (None, given["bias"]):
+            opcheck(torch.ops.ppo_fast.lora_linear.default, (x, given["weight"], bias, down, up))
+
+
+def test_compiles_into_one_graph_for_any_number_of_rows(cpu_backend):
+    given = layer(40, 6, 2)
+    given["lora_a"].requires_grad_()
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def step(x: Tensor) -> Tensor:
+        return lora_linear(torch.relu(x), **given) + 1
+
+    for n in (3, 5, 16):
+        x = torch.randn(n, 2, 6, requires_grad=True)
+        y = step(x)
+        expected = lora_linear(torch.relu(x), **given) + 1
+        assert torch.equal(y, expected)
+        assert torch.equal(*(torch.autograd.grad(z.sum(), x)[0] for z in (y, expected)))
+    assert counter.frame_count == 1
+
+
+def test_without_gradients(cpu_backend):
+    given, x = layer(40, 6, 2), torch.randn(3, 6, requires_grad=True)
+    expected = lora_linear(x, **given).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = lora_linear(x, **given)
+        assert not got.requires_grad
+        assert torch.equal(got, expected)
+
+
+def test_a_second_backward_is_refused():
+    given, x = layer(20, 12, 3), torch.randn(4, 12, requires_grad=True)
+    (grad,) = torch.autograd.grad(lora_linear(x, **given).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
+        ({"x": torch.ones(1, 3)}, ValueError, r"x must have the shape \[..., in\] with in = 2, got \[1, 3\]"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have the shape .* got \[\]"),
+        ({"x": torch.ones(1, 2, device="meta")}, ValueError, "x must be on the device of weight, cpu, got meta"),
+        ({"x": torch.ones(1, 2).double()}, TypeError, "weight must have the dtype of x, torch.float64, got"),
+        ({"weight": torch.ones(3)}, ValueError, r"weight must have the shape \[out, in\] with .* got \[3\]"),
+        ({"weight": torch.ones(0, 2)}, ValueError, r"weight must have the shape .* got \[0, 2\]"),
+        ({"weight": torch.ones(3, 2, requires_grad=True)}, ValueError, "weight requires grad, .* keeps it frozen"),
+        ({"bias": torch.ones(2)}, ValueError, r"bias must have the shape of the rows of weight, \[3\]"),
+        ({"bias": torch.ones(3).half()}, TypeError, "bias must have the dtype of x, torch.float32, got torch.float16"),
+        ({"bias": torch.ones(3, requires_grad=True)}, ValueError, "bias requires grad"),
+        ({"lora_a": None}, ValueError, "lora_a and lora_b must be given together"),
+        ({"lora_b": None}, ValueError, "lora_a and lora_b must be given together"),
+        ({"lora_a": torch.ones(4, 3)}, ValueError, r"lora_a must have the shape \[r, in\] with r >= 1, in = 2, got"),
+        ({"lora_a": torch.ones(0, 2), "lora_b": torch.ones(3, 0)}, ValueError, r"lora_a must have .* got \[0, 2\]"),
+        ({"lora_a": torch.ones(4, 2, device="meta")}, ValueError, "lora_a must be on the device of weight"),
+        ({"lora_b": torch.ones(3, 5)}, ValueError, r"lora_b must have the shape of weight and lora_a, \[3, 4\]"),
+        ({"lora_b": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "lora_b must be float32, bfloat16, float16 or"),
+        ({"scaling": "2"}, TypeError, "scaling must be"),
+    ],
+)  # fmt: skip
+def test_bad_input(changed, error, message):
+    good = {
+        "x": torch.ones(1, 2), "weight": torch.ones(3, 2), "lora_a": torch.ones(4, 2), "lora_b": torch.ones(3, 4),
+        "bias": torch.ones(3), "scaling": 0.5,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        lora_linear(**(good | changed))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(2), torch.ones(3, 2), None, None, None), "x must be a float32 CPU tensor"),
+        ((torch.ones(1, 2).double(), torch.ones(3, 2).double(), None, None, None), "x must be a float32"),
+        ((torch.ones(1, 2), torch.ones(3, 4), None, None, None), "weight must be a float32"),
+        ((torch.ones(1, 2), torch.ones(3, 2), torch.ones(2), None, None), "bias must be contiguous"),
+        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(1, 4), None), "down must be given together with up"),
+        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(2, 4), torch.ones(3, 4)), "down must be a float32"),
+        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(1, 4), torch.ones(3, 5)), "up must be a float32"),
+    ],
+)
+def test_a_direct_call_reads_no_memory_that_is_not_there(isa, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.ppo_fast.lora_linear(*arguments)
