@@ -5,7 +5,7 @@
 
 namespace ppo_fast {
 
-// Some rows of x and `down` against the features of some panels: out = x . weight + down . up + bias.
+// Some rows of x and `down` against some features: out = x . weight + down . up + bias.
 struct LoraRows {
   const float* x;  // [rows][x_row], `depth` of each row used
   int64_t x_row, depth;

@@ -2,9 +2,7 @@
 #include "vec.h"
 #include "multiply.h"
 
-constexpr int64_t kPanelLanes = 2 * W;
-
-static int64_t panel_lanes() { return kPanelLanes; }
+static int64_t lanes_of_vector() { return W; }
 
 // ---------------------------------------------------------------------------------------------------------------- packing
 
@@ -38,49 +36,48 @@ PPO_FAST_FN void transpose(vf (&x)[W]) {
   }
 }
 
-// Features [0, features) of a weight, at most a panel's, as [depth][lane]; zeros in the lanes past the last.
+// Features [0, features) of a weight, at most `lanes`, a multiple of W, as [depth][lane]; zeros in the lanes past the last.
 static void pack_panel(const float* weight, int64_t feature_stride, int64_t depth_stride, int64_t features,
-                       int64_t depth, float* out) {
+                       int64_t depth, int64_t lanes, float* out) {
   int64_t k = 0;
-  if (features == kPanelLanes && feature_stride == 1) {
+  if (features == lanes && feature_stride == 1) {
     for (; k < depth; ++k) {
-      __builtin_memcpy(out + k * kPanelLanes, weight + k * depth_stride, kPanelLanes * sizeof(float));
+      for (int64_t f = 0; f < lanes; f += W) __builtin_memcpy(out + k * lanes + f, weight + k * depth_stride + f, 4 * W);
     }
-  } else if (features == kPanelLanes && depth_stride == 1) {
+  } else if (features == lanes && depth_stride == 1) {
     for (; k + W <= depth; k += W) {
-#pragma GCC unroll 2
-      for (int64_t f = 0; f < kPanelLanes; f += W) {
+      for (int64_t f = 0; f < lanes; f += W) {
         vf x[W];
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) x[i] = load_n<vf>(weight + (f + i) * feature_stride + k, W);
         transpose(x);
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store_n(out + (k + i) * kPanelLanes + f, x[i], W);
+        for (int i = 0; i < W; ++i) store_n(out + (k + i) * lanes + f, x[i], W);
       }
     }
   }
   for (; k < depth; ++k) {
-    for (int64_t f = 0; f < kPanelLanes; ++f) {
-      out[k * kPanelLanes + f] = f < features ? weight[f * feature_stride + k * depth_stride] : 0.0f;
+    for (int64_t f = 0; f < lanes; ++f) {
+      out[k * lanes + f] = f < features ? weight[f * feature_stride + k * depth_stride] : 0.0f;
     }
   }
 }
 
 // --------------------------------------------------------------------------------------------------------------- products
 
-// MR rows and one panel.
-template <int MR> PPO_FAST_FN void lora_tile(const LoraRows& a, int64_t row, int64_t feature, Ahead& ahead) {
+// MR rows and one panel of NV vectors.
+template <int MR, int NV> PPO_FAST_FN void lora_tile(const LoraRows& a, int64_t row, int64_t feature, Ahead& ahead) {
   const float* panel = a.panels + feature * (a.depth + a.rank);
-  vf c[MR][2];
-  product<Single, MR, 2>(a.x + row * a.x_row, a.x_row, 1, panel, a.depth, c, &ahead);
+  vf c[MR][NV];
+  product<Single, MR, NV>(a.x + row * a.x_row, a.x_row, 1, panel, a.depth, c, &ahead);
   if (a.rank) {
-    const float* up = panel + a.depth * kPanelLanes;
-    multiply<Single, MR, 2>(a.down + row * a.down_row, a.down_row, 1, up, a.rank, c, nullptr);
+    const float* up = panel + a.depth * NV * W;
+    multiply<Single, MR, NV>(a.down + row * a.down_row, a.down_row, 1, up, a.rank, c, nullptr);
   }
   const int64_t features = a.features - feature;
   float* out = a.out + row * a.out_row + feature;
 #pragma GCC unroll 2
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < NV; ++j) {
     const int64_t count = features - j * W;
     if (count <= 0) break;
     const vf bias = a.bias ? load_n<vf>(a.bias + feature + j * W, count) : vf{};
@@ -90,17 +87,17 @@ template <int MR> PPO_FAST_FN void lora_tile(const LoraRows& a, int64_t row, int
 }
 
 // Rows meet all panels one after the other, while the rows after them are fetched.
-struct LoraTiles {
+template <int NV> struct LoraTiles {
   const LoraRows& a;
   template <int MR> PPO_FAST_METHOD void tile(int64_t row) const {
     const int64_t left = a.rows - row - MR, next = left < MR ? left : MR;
     const char* from = reinterpret_cast<const char*>(a.x + (row + MR) * a.x_row);
     const int64_t bytes = next * a.x_row * static_cast<int64_t>(sizeof(float));
-    const int64_t steps = (a.features + kPanelLanes - 1) / kPanelLanes * ((a.depth + 15) / 16);
+    const int64_t steps = (a.features + NV * W - 1) / (NV * W) * ((a.depth + 15) / 16);
     const bool dense = a.x_row < 2 * a.depth;  // else most of what is fetched would be of no use
     Ahead ahead{from, dense ? from + bytes : from, (bytes / 64 + steps) / steps};
-    for (int64_t f = 0; f < a.features; f += kPanelLanes) lora_tile<MR>(a, row, f, ahead);
+    for (int64_t f = 0; f < a.features; f += NV * W) lora_tile<MR, NV>(a, row, f, ahead);
   }
 };
 
-static void lora_rows(const LoraRows& a) { over_rows<2>(a.rows, LoraTiles{a}); }
+template <int NV> static void lora_rows(const LoraRows& a) { over_rows<NV>(a.rows, LoraTiles<NV>{a}); }

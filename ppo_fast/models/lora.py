@@ -28,18 +28,15 @@ class _Forward:
 
     def __call__(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         layer, base = self._layer, self._layer.base_layer
-        if arguments or keywords or layer.merged or not _is_frozen(base, x):
-            y: Tensor = type(layer).forward(layer, x, *arguments, **keywords)
-            return y
-        if layer.disable_adapters:
-            return ops.lora_linear(x, base.weight, bias=base.bias)
-        active = layer.active_adapters
-        if len(active) != 1 or not _is_plain(layer, active[0]) or x.dtype == torch.float16:
-            y = type(layer).forward(layer, x)
-            return y
-        name = active[0]
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=layer.scaling[name])
+        if not (arguments or keywords or layer.merged) and _is_frozen(base, x):
+            if layer.disable_adapters:
+                return ops.lora_linear(x, base.weight, bias=base.bias)
+            active = layer.active_adapters
+            if len(active) == 1 and _is_plain(layer, active[0]) and x.dtype != torch.float16:
+                a, b = layer.lora_A[active[0]].weight, layer.lora_B[active[0]].weight
+                return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=layer.scaling[active[0]])
+        y: Tensor = type(layer).forward(layer, x, *arguments, **keywords)
+        return y
 
 
 def _is_frozen(base: nn.Linear, x: Tensor) -> bool:

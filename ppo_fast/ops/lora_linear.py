@@ -5,9 +5,8 @@ size. Here it goes on in the accumulators of the layer's own product, or is adde
 share of the input's gradient. Kept for the backward pass are the input, which layers on the same input share, and
 ``h = scaling * x A^T`` [N, r].
 
-In float32 on a CPU both large products, ``x W^T`` and ``dy W``, run in a C++ kernel of our own: at the hundreds of rows
-of a training step it beats the vendor's GEMM, and the adapter's product costs it next to nothing. 16-bit products are
-the vendor's, who is ahead there.
+In float32 on a CPU all products run in a C++ kernel of our own: at the hundreds of rows of a training step it beats the
+vendor's GEMM, at the adapter's narrow matrices by far. 16-bit products are the vendor's, who is ahead there.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def lora_linear(
         scaling: of the adapter's product, ``lora_alpha / r`` as a rule.
 
     Returns:
-        In the dtype of ``x``. float32 is added up in float32; the C++ kernel gives a row the same bits whatever the
-        other rows are, up to the adapter's ``x A^T``, and for any number of threads.
+        In the dtype of ``x``. The C++ kernel, which adds up in float32, gives a row the same bits whatever the other
+        rows are, and for any number of threads.
 
     Raises:
         TypeError: for a dtype that doesn't fit.
@@ -94,50 +93,92 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        h = up = None
-        if a is not None and b is not None:
-            h = (rows @ a.to(x.dtype).t()).mul_(scaling)
-            up = b.to(x.dtype)
+        run = torch.ops.ppo_fast.lora_linear if x.dtype == torch.float32 else _eager
+        y, h = run(rows, weight, bias, _like(a, x), _like(b, x), scaling)
         ctx.save_for_backward(x, weight, a, b, h)
         ctx.scaling = scaling
-        return _product(rows, weight, bias, h, up).view(*x.shape[:-1], len(weight))
+        return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, h = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_a = grad_b = grad_h = down = None
-        if a is not None:
-            grad_h = (rows @ b.to(grad.dtype)).mul_(ctx.scaling)
-            down = a.to(grad.dtype).t()
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(rows, weight.t(), None, grad_h, down).view(x.shape)
-        if grad_h is not None and ctx.needs_input_grad[3]:
-            grad_a = (grad_h.t() @ x.reshape(-1, x.shape[-1])).to(a.dtype)
-        if ctx.needs_input_grad[4]:
-            grad_b = (rows.t() @ h).to(b.dtype)
-        return grad_x, None, None, grad_a, grad_b, None
+        dy, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        want_x, _, _, want_a, want_b, _ = ctx.needs_input_grad
+        run = torch.ops.ppo_fast.lora_linear_backward if x.dtype == torch.float32 else _eager_backward
+        dx, da, db = run(dy, rows, weight, _like(a, x), _like(b, x), h, ctx.scaling, want_x, want_a, want_b)
+        return (
+            dx.view(x.shape) if want_x else None,
+            None,
+            None,
+            da.to(a.dtype) if want_a else None,
+            db.to(b.dtype) if want_b else None,
+            None,
+        )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias + down @ up.T`` [n, features]."""
-    if x.dtype == torch.float32:
-        product: Tensor = torch.ops.ppo_fast.lora_linear(x, weight, bias, down, up)
-        return product
-    return _eager(x, weight, bias, down, up)
+def _like(matrix: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if matrix is None else matrix.to(x.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ registered op
+# ------------------------------------------------------------------------------------------------------ registered ops
 
 
-def _eager(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None) -> Tensor:
+def _eager(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """``y`` [n, out] and ``h = scaling * x A^T`` [n, r], with r = 0 if there is no adapter."""
     y = torch.nn.functional.linear(x, weight, bias)
-    return y if down is None or up is None else y.addmm_(down, up.t())
+    if a is None or b is None:
+        return y, x.new_empty(len(x), 0)
+    h = (x @ a.t()).mul_(scaling)
+    return y.addmm_(h, b.t()), h
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], 0 if a is None else a.shape[0])
 
 
-define("lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? down, Tensor? up) -> Tensor", _eager, _fake)
+def _eager_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, h: Tensor, scaling: float,
+    want_x: bool, want_a: bool, want_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``x``, ``a`` and ``b``, each [0] unless wanted."""
+    dx, da, db = (x.new_empty(0) for _ in range(3))
+    dh = None
+    if b is not None and (want_x or want_a):
+        dh = (grad @ b).mul_(scaling)
+    if want_x:
+        dx = grad @ weight
+        if dh is not None and a is not None:
+            dx.addmm_(dh, a)
+    if want_a and dh is not None:
+        da = dh.t() @ x
+    if want_b and b is not None:
+        db = grad.t() @ h
+    return dx, da, db
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, h: Tensor, scaling: float,
+    want_x: bool, want_a: bool, want_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = x.new_empty(x.shape if want_x else 0)
+    da = x.new_empty(0 if a is None or not want_a else a.shape)
+    db = x.new_empty(0 if b is None or not want_b else b.shape)
+    return dx, da, db
+
+
+define(
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? a, Tensor? b, float scaling) -> (Tensor, Tensor)",
+    _eager,
+    _fake,
+)
+define(
+    "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor? a, Tensor? b, Tensor h, float scaling, "
+    "bool want_x, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor)",
+    _eager_backward,
+    _fake_backward,
+)

@@ -63,8 +63,8 @@ class _Small:
         # Not through the public ops, whose checks take as long as a small product: there are hundreds in a step.
         rows = x.reshape(-1, self._in_features)
         if len(rows) > _FEW_ROWS and rows.dtype == self._weight.dtype == torch.float32:
-            h = None if self._down is None else rows @ self._down.to(torch.float32).t()
-            y = torch.ops.ppo_fast.lora_linear.default(rows, self._weight, self._bias, h, self._up)
+            down = None if self._down is None else self._down.to(torch.float32)
+            y, _ = torch.ops.ppo_fast.lora_linear.default(rows, self._weight, self._bias, down, self._up, 1.0)
         else:
             y = self._on_few_rows(rows)
         return y.to(x.dtype).view(*x.shape[:-1], self._out_features)

@@ -38,12 +38,6 @@ def composed(
     return linear(x, weight, bias) + scaling * linear(linear(x, lora_a), lora_b)
 
 
-def primitive(x: Tensor, given: dict[str, Tensor], down: Tensor | None) -> Tensor:
-    """The two products alone, without the adapter's first."""
-    up = None if down is None else given["lora_b"]
-    return torch.ops.ppo_fast.lora_linear(x, given["weight"], given["bias"], down, up)
-
-
 # --------------------------------------------------------------------------------------------------------------- values
 
 
@@ -106,7 +100,7 @@ def test_only_what_is_asked_for_is_computed(gemm_flops, asked):
     both = gemm_flops(lambda: lora_linear(x, **given).sum().backward())
     narrow = 2 * 30 * 4
     of_h = narrow * 40
-    expected = {0: of_h + 2 * 30 * 40 * 50 + narrow * 50, 1: of_h + narrow * 50, 2: of_h + narrow * 40}
+    expected = {0: of_h + 2 * 30 * 40 * 50 + narrow * 50, 1: of_h + narrow * 50, 2: narrow * 40}
     assert both - forward == expected[asked.index(True)]
     assert sum(leaf.grad is not None for leaf in leaves) == 1
 
@@ -137,21 +131,32 @@ def test_leading_dimensions(cpu_backend, shape):
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_row_does_not_depend_on_the_others(isa, threads, turned):
     """Every height of a tile, every number of threads, bands of rows included; another row holds NaN."""
-    given, x, down = layer(72, 523, 5), torch.randn(420, 523), torch.randn(420, 5)
+    given, x = layer(72, 523, 5), torch.randn(420, 523)
     if turned:
         given["weight"] = given["weight"].t().contiguous().t()
     threads(1)
-    alone = torch.cat([primitive(x[i : i + 1], given, down[i : i + 1]) for i in range(30)])
-    everything = primitive(x, given, down)
+    alone = torch.cat([lora_linear(row[None], **given) for row in x[:30]])
+    everything = lora_linear(x, **given)
     assert torch.equal(everything[:30], alone)
     for n in range(1, 31):
-        assert torch.equal(primitive(x[:n], given, down[:n]), alone[:n]), n
+        assert torch.equal(lora_linear(x[:n], **given), alone[:n]), n
     for count in (2, 3, 16):
         threads(count)
-        assert torch.equal(primitive(x, given, down), everything)
+        assert torch.equal(lora_linear(x, **given), everything)
     x[3] = math.nan
     others = torch.arange(420) != 3
-    assert torch.equal(primitive(x, given, down)[others], everything[others])
+    assert torch.equal(lora_linear(x, **given)[others], everything[others])
+
+
+def test_gradients_have_the_same_bits_for_any_number_of_threads(isa, threads):
+    given, x = layer(130, 300, 5), torch.randn(420, 300)
+    leaves = [t.requires_grad_() for t in (x, given["lora_a"], given["lora_b"])]
+    upstream, seen = torch.randn(420, 130), []
+    for count in (1, 2, 3, 16):
+        threads(count)
+        seen.append(torch.autograd.grad(lora_linear(x, **given), leaves, upstream))
+    for grads in seen[1:]:
+        assert all(torch.equal(got, expected) for got, expected in zip(grads, seen[0], strict=True))
 
 
 @pytest.mark.parametrize("depth", [64, 65, 1024])
@@ -168,17 +173,27 @@ def test_strides_change_no_bit(isa, depth):
             torch.full((rows, 5 * columns), math.nan)[:, columns : 2 * columns],
         ]
 
-    given, x, down = layer(72, depth, 5), torch.randn(30, depth), torch.randn(30, 5)
-    expected = primitive(x, given, down)
+    def run(x: Tensor, upstream: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+        y, h = torch.ops.ppo_fast.lora_linear(x, *given.values(), 0.7)
+        weight, _, a, b = given.values()
+        return [y, *torch.ops.ppo_fast.lora_linear_backward(upstream, x, weight, a, b, h, 0.7, True, True, True)]
+
+    made = layer(72, depth, 5)
+    given = {name: made[name] for name in ("weight", "bias", "lora_a", "lora_b")}
+    x, upstream = torch.randn(30, depth), torch.randn(30, 72)
+    expected = run(x, upstream, given)
+
+    def same(got: list[Tensor]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
     for other in moved(x):
-        assert torch.equal(primitive(other.copy_(x), given, down), expected)
-    for other in moved(down):
-        assert torch.equal(primitive(x, given, other.copy_(down)), expected)
-    for name in ("weight", "lora_b"):
+        assert same(run(other.copy_(x), upstream, given))
+    for other in moved(upstream):
+        assert same(run(x, other.copy_(upstream), given))
+    for name in ("weight", "lora_a", "lora_b"):
         for other in moved(given[name]):
-            assert torch.equal(primitive(x, given | {name: other.copy_(given[name])}, down), expected)
-    same = primitive(x[:1].expand(30, depth), given, down[:1].expand(30, 5))
-    assert torch.equal(same, expected[:1].expand(30, 72))
+            assert same(run(x, upstream, given | {name: other.copy_(given[name])}))
+    assert torch.equal(run(x[:1].expand(30, depth), upstream, given)[0], expected[0][:1].expand(30, 72))
 
 
 def test_infinities_and_nan_arrive(cpu_backend):
@@ -213,11 +228,15 @@ def test_backward_keeps_the_input_and_the_narrow_product():
 
 
 def test_opcheck(opcheck):
-    x, given = torch.randn(5, 6), layer(40, 6, 2)
-    for down in (None, torch.randn(5, 2)):
-        up = None if down is None else given["lora_b"]
+    x, upstream, given = torch.randn(5, 6), torch.randn(5, 40), layer(40, 6, 2)
+    for a, b in ((None, None), (given["lora_a"], given["lora_b"])):
         for bias in (None, given["bias"]):
-            opcheck(torch.ops.ppo_fast.lora_linear.default, (x, given["weight"], bias, down, up))
+            arguments = (x, given["weight"], bias, a, b, 0.5)
+            opcheck(torch.ops.ppo_fast.lora_linear.default, arguments)
+        h = torch.ops.ppo_fast.lora_linear(*arguments)[1]
+        for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+            backward = (upstream, x, given["weight"], a, b, h, 0.5, *wanted)
+            opcheck(torch.ops.ppo_fast.lora_linear_backward.default, backward)
 
 
 def test_compiles_into_one_graph_for_any_number_of_rows(cpu_backend):
@@ -292,17 +311,31 @@ def test_bad_input(changed, error, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changed", "message"),
     [
-        ((torch.ones(2), torch.ones(3, 2), None, None, None), "x must be a float32 CPU tensor"),
-        ((torch.ones(1, 2).double(), torch.ones(3, 2).double(), None, None, None), "x must be a float32"),
-        ((torch.ones(1, 2), torch.ones(3, 4), None, None, None), "weight must be a float32"),
-        ((torch.ones(1, 2), torch.ones(3, 2), torch.ones(2), None, None), "bias must be contiguous"),
-        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(1, 4), None), "down must be given together with up"),
-        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(2, 4), torch.ones(3, 4)), "down must be a float32"),
-        ((torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(1, 4), torch.ones(3, 5)), "up must be a float32"),
+        ({"x": torch.ones(2)}, "x must be a float32 CPU tensor"),
+        ({"x": torch.ones(1, 2).double()}, "x must be a float32"),
+        ({"weight": torch.ones(3, 4)}, "weight must be a float32"),
+        ({"bias": torch.ones(2)}, "bias must be contiguous"),
+        ({"b": None}, "a must be given together with b"),
+        ({"a": torch.ones(4, 3)}, "a must be a float32"),
+        ({"b": torch.ones(3, 5)}, "b must be a float32"),
+        ({"grad": torch.ones(2, 3)}, "grad must be a float32"),
+        ({"h": torch.ones(1, 3)}, "h must be a float32"),
     ],
 )
-def test_a_direct_call_reads_no_memory_that_is_not_there(isa, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        torch.ops.ppo_fast.lora_linear(*arguments)
+def test_a_direct_call_reads_no_memory_that_is_not_there(isa, changed, message):
+    given = {
+        "grad": torch.ones(1, 3), "x": torch.ones(1, 2), "weight": torch.ones(3, 2), "bias": torch.ones(3),
+        "a": torch.ones(4, 2), "b": torch.ones(3, 4), "h": torch.ones(1, 4),
+    }  # fmt: skip
+    given |= changed
+    grad, bias, h = (given.pop(name) for name in ("grad", "bias", "h"))
+    if not changed.keys() & {"grad", "h"}:
+        with pytest.raises(ValueError, match=message):
+            torch.ops.ppo_fast.lora_linear(bias=bias, scaling=1.0, **given)
+    if "bias" not in changed:
+        with pytest.raises(ValueError, match=message):
+            torch.ops.ppo_fast.lora_linear_backward(
+                grad, h=h, scaling=1.0, want_x=True, want_a=True, want_b=True, **given
+            )
