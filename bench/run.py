@@ -21,6 +21,7 @@ import bench_linear_ppo_loss
 import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_linear_token_loss
+import bench_lora_linear
 import bench_ppo_loss
 import bench_scaling
 import bench_selected_logprobs
@@ -44,6 +45,7 @@ MEASURED = (
     bench_gae,
     bench_ppo_loss,
     bench_small_linear,
+    bench_lora_linear,
     bench_linear_sample,
 )
 CASES = [*(case for module in MEASURED for case in module.CASES), *bench_scaling.CASES]

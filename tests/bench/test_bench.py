@@ -12,6 +12,7 @@ import bench_gae
 import bench_linear_ppo_loss
 import bench_linear_sample
 import bench_linear_selected_logprobs
+import bench_lora_linear
 import bench_ppo_loss
 import bench_rollout
 import bench_selected_logprobs
@@ -229,6 +230,8 @@ def tiny_cases(monkeypatch):
     yield bench_gae.case((6, 9))
     yield bench_ppo_loss.case((6, 9))
     yield bench_small_linear.case(40, 70, BF16)
+    for dtype in (FP32, BF16):
+        yield bench_lora_linear.case(24, 40, 70, dtype)
     yield bench_linear_sample.case(FP32, 3, 3000, 32)
 
 
