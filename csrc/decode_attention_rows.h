@@ -14,13 +14,6 @@ PPO_FAST_FN float sum_of_lanes(vf x) {
 }
 PPO_FAST_FN double sum_of_lanes(double x) { return x; }
 
-template <class V> PPO_FAST_FN V load_lanes(const typename Scalar<V>::type* p) {
-  V x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return x;
-}
-template <class V> PPO_FAST_FN void store_lanes(typename Scalar<V>::type* p, V x) { __builtin_memcpy(p, &x, sizeof(x)); }
-
 // load2 and store2 of vectors that may end before: what is missing is zero.
 template <class T, class V> PPO_FAST_FN void load_rest(const T* p, int64_t left, V& a, V& b) {
   constexpr int64_t step = 2 * lanes<V>;
@@ -53,8 +46,8 @@ PPO_FAST_FN void scores_of(const DecodeAttention<T, S>& a, const T* key, int64_t
       for (int64_t d = 0; d < a.size; d += step) {
         V x, y;
         load_rest(k + d, a.size - d, x, y);
-        even = fma(x, load_lanes<V>(query + g * a.padded_size + d), even);
-        odd = fma(y, load_lanes<V>(query + g * a.padded_size + d + lanes<V>), odd);
+        even = fma(x, load<V>(query + g * a.padded_size + d), even);
+        odd = fma(y, load<V>(query + g * a.padded_size + d + lanes<V>), odd);
       }
       S score = sum_of_lanes(even + odd) * a.scale;
       if (a.softcap > 0) {
@@ -70,14 +63,14 @@ template <class V> PPO_FAST_FN double softmax_weights(typename Scalar<V>::type* 
   using S = typename Scalar<V>::type;
   for (int64_t c = count; c % lanes<V> != 0; ++c) scores[c] = -__builtin_inff();
   V top = splat<V>(-__builtin_inff());
-  for (int64_t c = 0; c < count; c += lanes<V>) top = vmax(load_lanes<V>(scores + c), top);
+  for (int64_t c = 0; c < count; c += lanes<V>) top = vmax(load<V>(scores + c), top);
   const S reference = max_lanes(top);
   const RowExp<V> k = row_exp_constants<V>(1.0);
   WideSum<V> sum = {};
   for (int64_t c = 0; c < count; c += lanes<V>) {
-    V d = load_lanes<V>(scores + c) - reference;
+    V d = load<V>(scores + c) - reference;
     const V weight = row_exp(d, k);
-    store_lanes<V>(scores + c, weight);
+    store(scores + c, weight);
     add(sum, weight);
   }
   return total(sum);
@@ -124,8 +117,8 @@ template <class T, class S> static void decode_attention(const DecodeAttention<T
       for (int64_t d = 0; d < a.size; d += step) {
         V x, y;
         load_rest(q + d, a.size - d, x, y);
-        store_lanes<V>(query + g * a.padded_size + d, x);
-        store_lanes<V>(query + g * a.padded_size + d + lanes<V>, y);
+        store(query + g * a.padded_size + d, x);
+        store(query + g * a.padded_size + d + lanes<V>, y);
       }
     }
     scores_of<T, S>(a, a.key.data + row * a.key.row + head * a.key.head, first, length, query, scores);

@@ -23,13 +23,6 @@ PPO_FAST_FN vd vtanh(vd x) {
   return x;
 }
 
-template <class V, class S> PPO_FAST_FN V load(const S* p) {
-  V x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return x;
-}
-template <class V, class S> PPO_FAST_FN void store(S* p, V x) { __builtin_memcpy(p, &x, sizeof(x)); }
-
 // exp(scale * d) for lanes with scales of their own; see row_exp_constants.
 PPO_FAST_FN RowExp<vf> lane_exp(vf scale) {
   constexpr float lowest = PPO_FAST_ISA == 2 ? -104.0f : -87.0f;

@@ -35,6 +35,10 @@ struct Panels {
   int64_t stride(int64_t p) const { return vectors(p) * lanes; }
   // Lanes in all panels together.
   int64_t padded() const { return (count() - 1) * width + stride(count() - 1); }
+  // How often the product of `rows` and all panels, `depth` words deep, fetches memory ahead.
+  int64_t fetches(int64_t rows, int64_t depth) const {
+    return count() * ceil_div(rows, vectors(0) == 2 ? 12 : 24) * ceil_div(depth, 16);
+  }
 };
 
 // How the vocabulary is cut.
@@ -47,6 +51,23 @@ struct Cuts {
   }
   int64_t segments() const { return ceil_div(V, segment); }
 };
+
+// Vocabulary rows [first, last), and the row where their thread goes on.
+struct Segment {
+  int64_t index, first, last, following;
+};
+
+// f(thread, segment) for all of them, on whichever thread is free.
+template <class F> void over_segments(const Cuts& cuts, int64_t threads, const F& f) {
+  Queue queue(cuts.segments());
+  on_threads(threads, [&](int64_t thread) {
+    for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
+      following = queue.take();
+      const int64_t first = segment * cuts.segment;
+      f(thread, Segment{segment, first, std::min(cuts.V, first + cuts.segment), following * cuts.segment});
+    }
+  });
+}
 
 // -------------------------------------------------------------------------------------------------------------- weights
 
@@ -92,12 +113,16 @@ template <class T, class E> class Weight {
     return reinterpret_cast<const Word*>(source);
   }
 
-  // The memory of rows [v, v + rows), to be fetched in `steps` steps.
-  Ahead ahead(int64_t v, int64_t rows, int64_t steps) const {
-    if (v >= V_ || column_ != 1) return {nullptr, nullptr, 0};
-    const char* begin = reinterpret_cast<const char*>(memory_ + v * row_);
-    const char* end = reinterpret_cast<const char*>(memory_ + (std::min(V_, v + rows) - 1) * row_ + H_);
-    return {begin, end, ceil_div(ceil_div(end - begin, 64), std::max<int64_t>(steps, 1))};
+  // Rows to the block at v.
+  int64_t rows(const Segment& segment, int64_t v) const { return std::min(block_, segment.last - v); }
+
+  // The memory of the block that is read after the one at v.
+  Ahead after(const Segment& segment, int64_t v, int64_t fetches) const {
+    const int64_t next = v + block_ < segment.last ? v + block_ : segment.following;
+    if (next >= V_ || column_ != 1) return {nullptr, nullptr, 0};
+    const char* begin = reinterpret_cast<const char*>(memory_ + next * row_);
+    const char* end = reinterpret_cast<const char*>(memory_ + (std::min(V_, next + block_) - 1) * row_ + H_);
+    return {begin, end, ceil_div(ceil_div(end - begin, 64), std::max<int64_t>(fetches, 1))};
   }
 
  private:
@@ -190,7 +215,33 @@ void pack_panels(const HeadRows<T>& x, int64_t first, const Panels& panels, type
   });
 }
 
+// The block at v before any panel: `hidden` is still to be given.
+template <class T, class E>
+LogitsBlock<E> logits_block(const HeadRows<T>& x, Weight<T, E>& weight, const typename E::Stat* bias, int64_t thread,
+                            const Segment& segment, int64_t v) {
+  using S = typename E::Stat;
+  LogitsBlock<E> block{};
+  block.rows = weight.rows(segment, v);
+  block.weight = weight.words(thread, v, block.rows, block.weight_row);
+  block.words = ceil_div(x.H, E::per_word);
+  block.first = v;
+  block.bias = bias ? bias + v : nullptr;
+  block.cap = static_cast<S>(x.cap);
+  block.into_cap = static_cast<S>(x.cap == 0 ? 0 : x.logit_scale / x.cap);
+  return block;
+}
+
 // -------------------------------------------------------------------------------------------------------------- softmax
+
+// The sums of `tokens` lanes before their first logit; scale(lane) as HeadRows has it.
+template <class S, class F> void begin_sums(LaneSums<S>& s, int64_t tokens, const F& scale) {
+  for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
+    s.scale[lane] = static_cast<S>(lane < tokens ? scale(lane) : 1.0);
+    s.peak[lane] = s.joined_peak[lane] = std::numeric_limits<S>::lowest();
+    s.total[lane] = s.weighted[lane] = s.target[lane] = 0;
+    s.joined_total[lane] = s.joined_weighted[lane] = 0;
+  }
+}
 
 // What a segment of the vocabulary amounts to for one token.
 template <class S> struct Part {

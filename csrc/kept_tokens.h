@@ -2,38 +2,6 @@
 #include "vec.h"
 #include "exp.h"
 
-typedef uint16_t vh __attribute__((vector_size(2 * W)));
-
-// One vector of consecutive elements, widened.
-PPO_FAST_FN vf load1(const float* p) {
-  vf x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return x;
-}
-PPO_FAST_FN double load1(const double* p) { return *p; }
-PPO_FAST_FN vf load1(const torch::headeronly::BFloat16* p) {
-  vh x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return bits<vf>(__builtin_convertvector(x, vu) << 16);
-}
-PPO_FAST_FN vf load1(const torch::headeronly::Half* p) {
-#if PPO_FAST_ISA == 2
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif PPO_FAST_ISA == 1
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  vh x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return half_to_float(__builtin_convertvector(x, vu));
-#endif
-}
-// The same of n < lanes elements; the other lanes are zero.
-template <class T> PPO_FAST_FN typename Lanes<T>::type load1_n(const T* p, int64_t n) {
-  unsigned char elements[lanes<typename Lanes<T>::type> * sizeof(T)] = {};
-  __builtin_memcpy(elements, p, static_cast<size_t>(n) * sizeof(T));
-  return load1(reinterpret_cast<const T*>(elements));
-}
-
 // The cache lines at p[0 .. 2 * lanes), into the second level, which measured faster than into the first. Hints: p may
 // be any address.
 template <class T> PPO_FAST_FN void prefetch(const T* p) {

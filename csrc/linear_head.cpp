@@ -108,53 +108,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Chunk<T>& x, const Tens
   Weight<T, E> weight(weight_, cuts.block, threads);
   Buffer<LaneSums<S>> sums(threads * count);
   Buffer<Part<S>> parts(cuts.segments() * x.n);
-  const int64_t steps = count * ceil_div(cuts.block, panels.vectors(0) == 2 ? 12 : 24) * ceil_div(words, 16);
-  Queue queue(cuts.segments());
+  const int64_t fetches = panels.fetches(cuts.block, words);
 
-  const auto begin_segment = [&](LaneSums<S>& s, int64_t p, int64_t v) {
-    for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
-      const int64_t t = p * panels.width + lane;
-      s.scale[lane] = static_cast<S>(lane < panels.size(p) ? x.scale_of(t) : 1.0);
-      s.peak[lane] = s.joined_peak[lane] = std::numeric_limits<S>::lowest();
-      s.total[lane] = s.weighted[lane] = s.target[lane] = 0;
-      s.joined_total[lane] = s.joined_weighted[lane] = 0;
-    }
-    s.next = targets[static_cast<size_t>(p)].data();
-    while (s.next->id < v) ++s.next;
-  };
-  on_threads(threads, [&](int64_t thread) {
+  over_segments(cuts, threads, [&](int64_t thread, const Segment& segment) {
     LaneSums<S>* const own = sums.get() + thread * count;
-    for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
-      following = queue.take();
-      const int64_t first = segment * cuts.segment, last = std::min(x.V, first + cuts.segment);
-      for (int64_t p = 0; p < count; ++p) begin_segment(own[p], p, first);
-      for (int64_t v = first; v < last; v += cuts.block) {
-        const int64_t rows = std::min(cuts.block, last - v);
-        const int64_t next = v + cuts.block < last ? v + cuts.block : following * cuts.segment;
-        Ahead ahead = weight.ahead(next, cuts.block, steps);
-        ScoreBlock<E> block;
-        block.weight = weight.words(thread, v, rows, block.weight_row);
-        block.words = words;
-        block.rows = rows;
-        block.first = v;
-        block.bias = bias ? bias + v : nullptr;
-        block.cap = static_cast<S>(x.cap);
-        block.into_cap = static_cast<S>(x.cap == 0 ? 0 : x.logit_scale / x.cap);
-        for (int64_t p = 0; p < count; ++p) {
-          block.hidden = hidden.get() + p * words * panels.width;
-          block.logits = logits.memory ? logits.at(p, v) : nullptr;
-          block.sums = own + p;
-          k.score[panels.vectors(p) - 1](block, ahead);
-          k.join(own[p], panels.stride(p));
-        }
+    for (int64_t p = 0; p < count; ++p) {
+      begin_sums(own[p], panels.size(p), [&](int64_t lane) { return x.scale_of(p * panels.width + lane); });
+      own[p].next = targets[static_cast<size_t>(p)].data();
+      while (own[p].next->id < segment.first) ++own[p].next;
+    }
+    for (int64_t v = segment.first; v < segment.last; v += cuts.block) {
+      Ahead ahead = weight.after(segment, v, fetches);
+      ScoreBlock<E> block{logits_block(x, weight, bias, thread, segment, v), nullptr, nullptr};
+      for (int64_t p = 0; p < count; ++p) {
+        block.hidden = hidden.get() + p * words * panels.width;
+        block.logits = logits.memory ? logits.at(p, v) : nullptr;
+        block.sums = own + p;
+        k.score[panels.vectors(p) - 1](block, ahead);
+        k.join(own[p], panels.stride(p));
       }
-      for (int64_t t = 0; t < x.n; ++t) {
-        const LaneSums<S>& s = own[t / panels.width];
-        const int64_t lane = t % panels.width;
-        const bool met = first <= x.ids[t] && x.ids[t] < last;
-        parts[segment * x.n + t] = {s.joined_peak[lane], met ? s.target[lane] : S(0), s.joined_total[lane],
-                                    s.joined_weighted[lane]};
-      }
+    }
+    for (int64_t t = 0; t < x.n; ++t) {
+      const LaneSums<S>& s = own[t / panels.width];
+      const int64_t lane = t % panels.width;
+      const bool met = segment.first <= x.ids[t] && x.ids[t] < segment.last;
+      parts[segment.index * x.n + t] = {s.joined_peak[lane], met ? s.target[lane] : S(0), s.joined_total[lane],
+                                        s.joined_weighted[lane]};
     }
   });
 
@@ -275,102 +254,96 @@ Tensor backward(const Chunk<T>& x, const Tensor& weight_, const Tensor& logits_,
   const int64_t hidden_size = panels.padded() * x.H;  // [panel][H][lane]
   Buffer<S> partial(need_hidden ? threads * hidden_size : 0), sum(need_hidden ? hidden_size : 0);
   std::atomic<int64_t> turn{0};
-  Queue queue(cuts.segments());
-  const int64_t steps = count * ceil_div(x.H, panels.vectors(0) == 2 ? 12 : 24) * ceil_div(cuts.block, 16 * E::per_word);
+  const int64_t fetches = panels.fetches(x.H, ceil_div(cuts.block, E::per_word));
 
-  on_threads(threads, [&](int64_t thread) {
+  over_segments(cuts, threads, [&](int64_t thread, const Segment& segment) {
     S* const g = gradients.get() + thread * lanes_of_block;
     Word* const by_row = pairs.get() + thread * 2 * lanes_of_block;
     Word* const by_token = by_row + lanes_of_block;
     S* const mine = partial.get() + thread * hidden_size;
-    for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
-      following = queue.take();
-      const int64_t first = segment * cuts.segment, last = std::min(x.V, first + cuts.segment);
-      auto hit = std::lower_bound(own_at.begin(), own_at.end(), first,
-                                  [](const Target& a, int64_t v) { return a.id < v; });
-      for (int64_t v = first; v < last; v += cuts.block) {
-        const int64_t rows = std::min(cuts.block, last - v);
-        for (int64_t p = 0; p < count; ++p) {
-          GradientLanes<S> of_panel = lanes[p];
-          for (int64_t lane = 0; lane < panels.stride(p); ++lane) of_panel.logits[lane] += v * of_panel.stride[lane];
-          k.gradient[panels.vectors(p) - 1](of_panel, rows, static_cast<S>(x.cap), g + p * cuts.block * panels.width);
-        }
-        for (; hit != own_at.end() && hit->id < v + rows; ++hit) {
-          const int64_t p = hit->lane / panels.width, lane = hit->lane % panels.width;
-          g[p * cuts.block * panels.width + (hit->id - v) * panels.stride(p) + lane] =
-              own[static_cast<size_t>(hit->lane)];
-        }
-        if (d_bias) {
-          for (int64_t i = 0; i < rows; ++i) {
-            double total = 0;
-            for (int64_t p = 0; p < count; ++p) {
-              const S* row = g + p * cuts.block * panels.width + i * panels.stride(p);
-              for (int64_t lane = 0; lane < panels.size(p); ++lane) total += row[lane];
-            }
-            d_bias[v + i] += static_cast<S>(total);
+    auto hit = std::lower_bound(own_at.begin(), own_at.end(), segment.first,
+                                [](const Target& a, int64_t v) { return a.id < v; });
+    for (int64_t v = segment.first; v < segment.last; v += cuts.block) {
+      const int64_t rows = weight.rows(segment, v);
+      for (int64_t p = 0; p < count; ++p) {
+        GradientLanes<S> of_panel = lanes[p];
+        for (int64_t lane = 0; lane < panels.stride(p); ++lane) of_panel.logits[lane] += v * of_panel.stride[lane];
+        k.gradient[panels.vectors(p) - 1](of_panel, rows, static_cast<S>(x.cap), g + p * cuts.block * panels.width);
+      }
+      for (; hit != own_at.end() && hit->id < v + rows; ++hit) {
+        const int64_t p = hit->lane / panels.width, lane = hit->lane % panels.width;
+        g[p * cuts.block * panels.width + (hit->id - v) * panels.stride(p) + lane] =
+            own[static_cast<size_t>(hit->lane)];
+      }
+      if (d_bias) {
+        for (int64_t i = 0; i < rows; ++i) {
+          double total = 0;
+          for (int64_t p = 0; p < count; ++p) {
+            const S* row = g + p * cuts.block * panels.width + i * panels.stride(p);
+            for (int64_t lane = 0; lane < panels.size(p); ++lane) total += row[lane];
           }
-        }
-        if (need_hidden) {
-          const int64_t next = v + cuts.block < last ? v + cuts.block : following * cuts.segment;
-          Ahead ahead = weight.ahead(next, cuts.block, steps);
-          HiddenProduct<E> product;
-          product.weight = weight.elements(thread, v, rows, product.weight_row);
-          product.rows = rows;
-          product.columns = x.H;
-          product.out = mine;
-          product.panels = count;
-          product.last_vectors = panels.vectors(count - 1);
-          product.add = v != first;
-          product.gradient_panel = cuts.block * panels.width;
-          if constexpr (E::per_word == 2) {
-#if PPO_FAST_X86
-            for (int64_t p = 0; p < count; ++p) {
-              avx512_bf16::pair_gradient_rows(g + p * cuts.block * panels.width, rows, panels.stride(p),
-                                              by_row + p * cuts.block * panels.width);
-            }
-#endif
-            product.gradient = by_row;
-          } else {
-            product.gradient = g;
-          }
-          k.add_hidden(product, ahead);
-        }
-        if (d_weight) {
-          WeightProduct<E> product;
-          if constexpr (E::per_word == 2) {
-#if PPO_FAST_X86
-            for (int64_t p = 0; p < count; ++p) {
-              avx512_bf16::pair_gradient_tokens(g + p * cuts.block * panels.width, rows * panels.stride(p),
-                                                by_token + p * cuts.block * panels.width / 2);
-            }
-#endif
-            product.gradient = by_token;
-          } else {
-            product.gradient = g;
-          }
-          product.panels = count;
-          product.panel_rows = cuts.block;
-          product.wide_words = panels.width / E::per_word;
-          product.last_words = panel_words(count - 1);
-          product.hidden = by_columns.get();
-          product.rows = rows;
-          product.columns = x.H;
-          product.out = d_weight + v * x.H;
-          product.out_row = x.H;
-          Ahead nothing{nullptr, nullptr, 0};
-          k.add_weight(product, nothing);
+          d_bias[v + i] += static_cast<S>(total);
         }
       }
-      if (!need_hidden) continue;
-      // Segments are taken in order, so whoever holds an earlier one is at work on it and this wait ends.
-      while (turn.load(std::memory_order_acquire) != segment) std::this_thread::yield();
-      if (segment == 0) {
-        std::memcpy(sum.get(), mine, static_cast<size_t>(hidden_size) * sizeof(S));
-      } else {
-        for (int64_t i = 0; i < hidden_size; ++i) sum[i] += mine[i];
+      if (need_hidden) {
+        Ahead ahead = weight.after(segment, v, fetches);
+        HiddenProduct<E> product;
+        product.weight = weight.elements(thread, v, rows, product.weight_row);
+        product.rows = rows;
+        product.columns = x.H;
+        product.out = mine;
+        product.panels = count;
+        product.last_vectors = panels.vectors(count - 1);
+        product.add = v != segment.first;
+        product.gradient_panel = cuts.block * panels.width;
+        if constexpr (E::per_word == 2) {
+#if PPO_FAST_X86
+          for (int64_t p = 0; p < count; ++p) {
+            avx512_bf16::pair_gradient_rows(g + p * cuts.block * panels.width, rows, panels.stride(p),
+                                            by_row + p * cuts.block * panels.width);
+          }
+#endif
+          product.gradient = by_row;
+        } else {
+          product.gradient = g;
+        }
+        k.add_hidden(product, ahead);
       }
-      turn.store(segment + 1, std::memory_order_release);
+      if (d_weight) {
+        WeightProduct<E> product;
+        if constexpr (E::per_word == 2) {
+#if PPO_FAST_X86
+          for (int64_t p = 0; p < count; ++p) {
+            avx512_bf16::pair_gradient_tokens(g + p * cuts.block * panels.width, rows * panels.stride(p),
+                                              by_token + p * cuts.block * panels.width / 2);
+          }
+#endif
+          product.gradient = by_token;
+        } else {
+          product.gradient = g;
+        }
+        product.panels = count;
+        product.panel_rows = cuts.block;
+        product.wide_words = panels.width / E::per_word;
+        product.last_words = panel_words(count - 1);
+        product.hidden = by_columns.get();
+        product.rows = rows;
+        product.columns = x.H;
+        product.out = d_weight + v * x.H;
+        product.out_row = x.H;
+        Ahead nothing{nullptr, nullptr, 0};
+        k.add_weight(product, nothing);
+      }
     }
+    if (!need_hidden) return;
+    // Segments are taken in order, so whoever holds an earlier one is at work on it and this wait ends.
+    while (turn.load(std::memory_order_acquire) != segment.index) std::this_thread::yield();
+    if (segment.index == 0) {
+      std::memcpy(sum.get(), mine, static_cast<size_t>(hidden_size) * sizeof(S));
+    } else {
+      for (int64_t i = 0; i < hidden_size; ++i) sum[i] += mine[i];
+    }
+    turn.store(segment.index + 1, std::memory_order_release);
   });
 
   if (need_hidden) {

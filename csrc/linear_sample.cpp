@@ -130,52 +130,40 @@ template <class T, class E> class Sampler {
     std::vector<Leader<S>> leaders(static_cast<size_t>(racing ? threads_ * n : 0));
     for (int64_t i = 0; i < threads_ * racing; ++i) begin_race(races[i], first, panels, i % count);
 
-    const int64_t tiles = ceil_div(cuts_.block, panels.vectors(0) == 2 ? 12 : 24);
-    const int64_t steps = count * tiles * ceil_div(words_, 16);
-    Queue queue(cuts_.segments());
-    on_threads(threads_, [&](int64_t thread) {
+    const int64_t fetches = panels.fetches(cuts_.block, words_);
+    over_segments(cuts_, threads_, [&](int64_t thread, const Segment& segment) {
       S* const own_logits = logits.get() + thread * kMaxBlockRows * kMaxPanel;
       Hit* const own_hits = hits.get() + thread * kMaxBlockRows * kMaxPanel;
       LaneSums<S>* const own_sums = sums.get() + thread * racing;
       Leader<S>* const own_leaders = leaders.data() + (racing ? thread * n : 0);
-      for (int64_t segment = queue.take(), following; queue.holds(segment); segment = following) {
-        following = queue.take();
-        const int64_t begin = segment * cuts_.segment, end = std::min(x_.V, begin + cuts_.segment);
-        for (int64_t p = 0; p < racing; ++p) begin_sums(own_sums[p], first, panels, p);
-        for (int64_t v = begin; v < end; v += cuts_.block) {
-          const int64_t rows = std::min(cuts_.block, end - v);
-          const int64_t next = v + cuts_.block < end ? v + cuts_.block : following * cuts_.segment;
-          Ahead ahead = weight.ahead(next, cuts_.block, steps);
-          LogitsBlock<E> block;
-          block.weight = weight.words(thread, v, rows, block.weight_row);
-          block.words = words_;
-          block.rows = rows;
-          block.first = v;
-          block.bias = bias_ ? bias_ + v : nullptr;
-          block.cap = static_cast<S>(x_.cap);
-          block.into_cap = static_cast<S>(x_.cap == 0 ? 0 : x_.logit_scale / x_.cap);
-          for (int64_t p = 0; p < count; ++p) {
-            block.hidden = hidden.get() + p * words_ * panels.width;
-            k_.logits[panels.vectors(p) - 1](block, own_logits, ahead);
-            const LogitsTile<S> tile{own_logits, rows, panels.stride(p), v};
-            if (lists) {
-              enlist(*lists, thread, panels, p, tile, own_hits);
-            } else {
-              RaceLanes<S>& race = races[thread * count + p];
-              const int64_t found = k_.race(tile, race, own_sums[p], own_hits);
-              for (int64_t h = 0; h < found; ++h) {
-                const int64_t i = p * panels.width + own_hits[h].lane;
-                decide(tile, own_hits[h], first + i, own_leaders[i], race);
-              }
-              k_.join(own_sums[p], panels.stride(p));
+      for (int64_t p = 0; p < racing; ++p) {
+        const int64_t row = first + p * panels.width;
+        begin_sums(own_sums[p], panels.size(p), [&](int64_t lane) { return scale_of(row + lane); });
+      }
+      for (int64_t v = segment.first; v < segment.last; v += cuts_.block) {
+        Ahead ahead = weight.after(segment, v, fetches);
+        LogitsBlock<E> block = logits_block(x_, weight, bias_, thread, segment, v);
+        for (int64_t p = 0; p < count; ++p) {
+          block.hidden = hidden.get() + p * words_ * panels.width;
+          k_.logits[panels.vectors(p) - 1](block, own_logits, ahead);
+          const LogitsTile<S> tile{own_logits, block.rows, panels.stride(p), v};
+          if (lists) {
+            enlist(*lists, thread, panels, p, tile, own_hits);
+          } else {
+            RaceLanes<S>& race = races[thread * count + p];
+            const int64_t found = k_.race(tile, race, own_sums[p], own_hits);
+            for (int64_t h = 0; h < found; ++h) {
+              const int64_t i = p * panels.width + own_hits[h].lane;
+              decide(tile, own_hits[h], first + i, own_leaders[i], race);
             }
+            k_.join(own_sums[p], panels.stride(p));
           }
         }
-        for (int64_t i = 0; i < (racing ? n : 0); ++i) {
-          const LaneSums<S>& s = own_sums[i / panels.width];
-          const int64_t lane = i % panels.width;
-          parts[segment * n + i] = {s.joined_peak[lane], S(0), s.joined_total[lane], s.joined_weighted[lane]};
-        }
+      }
+      for (int64_t i = 0; i < (racing ? n : 0); ++i) {
+        const LaneSums<S>& s = own_sums[i / panels.width];
+        const int64_t lane = i % panels.width;
+        parts[segment.index * n + i] = {s.joined_peak[lane], S(0), s.joined_total[lane], s.joined_weighted[lane]};
       }
     });
 
@@ -195,15 +183,6 @@ template <class T, class E> class Sampler {
   }
 
   // ---- the race over the whole vocabulary
-
-  void begin_sums(LaneSums<S>& s, int64_t first, const Panels& panels, int64_t p) const {
-    for (int64_t lane = 0; lane < kMaxPanel; ++lane) {
-      s.scale[lane] = static_cast<S>(lane < panels.size(p) ? scale_of(first + p * panels.width + lane) : 1.0);
-      s.peak[lane] = s.joined_peak[lane] = std::numeric_limits<S>::lowest();
-      s.total[lane] = s.weighted[lane] = 0;
-      s.joined_total[lane] = s.joined_weighted[lane] = 0;
-    }
-  }
 
   void begin_race(RaceLanes<S>& race, int64_t first, const Panels& panels, int64_t p) const {
     race.noisy = false;

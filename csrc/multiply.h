@@ -49,19 +49,6 @@ PPO_FAST_FN vf madd(Bf16Pair, vf c, uint32_t a, vu b) {
 }
 #endif
 
-// W float16 numbers.
-PPO_FAST_FN vf read_halves(const uint16_t* p) {
-#if PPO_FAST_ISA == 2
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif PPO_FAST_ISA == 1
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  vu half;
-  for (int i = 0; i < W; ++i) half[i] = p[i];
-  return half_to_float(half);
-#endif
-}
-
 // a(i, k) = a[i * row + k * step]; b is `count` times NV vectors one after the other.
 template <class E, int MR, int NV>
 PPO_FAST_FN void multiply(const typename E::Word* a, int64_t row, int64_t step, const typename E::Lane* b,
@@ -70,9 +57,10 @@ PPO_FAST_FN void multiply(const typename E::Word* a, int64_t row, int64_t step, 
     const int64_t stop = count - k < 16 ? count : k + 16;
     if (ahead) fetch_ahead(*ahead);
     for (; k < stop; ++k) {
-      typename Vectors<E>::B vectors[NV];
+      using B = typename Vectors<E>::B;
+      B vectors[NV];
 #pragma GCC unroll 2
-      for (int j = 0; j < NV; ++j) __builtin_memcpy(&vectors[j], b + (k * NV + j) * kLanes<E>, sizeof(vectors[j]));
+      for (int j = 0; j < NV; ++j) vectors[j] = load<B>(b + (k * NV + j) * kLanes<E>);
       const typename E::Word* scalars = a + k * step;
 #pragma GCC unroll 24
       for (int i = 0; i < MR; ++i) {
@@ -124,14 +112,5 @@ template <int NV, class Job> PPO_FAST_FN void over_rows(int64_t rows, const Job&
 
 // 16-bit elements to float32.
 template <class T> static void widen(const T* x, int64_t n, float* out) {
-  const uint16_t* raw = reinterpret_cast<const uint16_t*>(x);
-  if constexpr (__is_same(T, torch::headeronly::Half)) {
-    for (int64_t i = 0; i < n; i += W) {
-      uint16_t rest[W] = {};
-      if (n - i < W) __builtin_memcpy(rest, raw + i, static_cast<size_t>(n - i) * sizeof(*rest));
-      store_n(out + i, read_halves(n - i < W ? rest : raw + i), n - i);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = bits<float>(static_cast<uint32_t>(raw[i]) << 16);
-  }
+  for (int64_t i = 0; i < n; i += W) store_n(out + i, n - i < W ? load1_n(x + i, n - i) : load1(x + i), n - i);
 }

@@ -23,25 +23,24 @@ template <class V> PPO_FAST_FN V in_register(V x) {
   return x;
 }
 
-// How a dot product advances: by `size` elements, of a weight in memory as T, of x in memory as X.
-template <class T> struct Plain {
+// How a dot product advances: by `size` elements, of a weight in memory as T, of x in memory as X. Here by one vector
+// of each.
+template <class T, class R> struct Whole {
   using X = T;
-  using V = std::conditional_t<sizeof(T) == 8, vd, vf>;
-  using Row = V;
-  static constexpr int64_t size = sizeof(V) / sizeof(T);
+  using Row = R;
+  static constexpr int64_t size = sizeof(R) / sizeof(T);
   static constexpr int rows = kTileRows;
-  V w;
-  PPO_FAST_METHOD void read(const T* p) { __builtin_memcpy(&w, p, sizeof(w)); }
-  static PPO_FAST_METHOD Row row(const X* p) {
-    V x;
-    __builtin_memcpy(&x, p, sizeof(x));
-    return in_register(x);
-  }
-  PPO_FAST_METHOD V madd(V c, Row x) const {
+  R w;
+  PPO_FAST_METHOD void read(const T* p) { w = load<R>(p); }
+  static PPO_FAST_METHOD R row(const X* p) { return in_register(load<R>(p)); }
+};
+template <class T> struct Plain : Whole<T, std::conditional_t<sizeof(T) == 8, vd, vf>> {
+  using V = typename Plain::Row;
+  PPO_FAST_METHOD V madd(V c, V x) const {
     if constexpr (sizeof(T) == 8) {
-      return c + x * w;
+      return c + x * this->w;
     } else {
-      return fma(x, w, c);
+      return fma(x, this->w, c);
     }
   }
 };
@@ -56,29 +55,14 @@ template <class T> struct Widened {
   static constexpr int rows = kTileRowsWidened;
   vf a, b;
   PPO_FAST_METHOD void read(const T* p) { load2(p, a, b); }
-  static PPO_FAST_METHOD Row row(const X* p) {
-    Row x;
-    __builtin_memcpy(&x, p, sizeof(x));
-    return {in_register(x.a), in_register(x.b)};
-  }
+  static PPO_FAST_METHOD Row row(const X* p) { return {in_register(load<vf>(p)), in_register(load<vf>(p + W))}; }
   PPO_FAST_METHOD V madd(V c, Row x) const { return fma(x.b, b, fma(x.a, a, c)); }
 };
 #if PPO_FAST_BF16_DOT
 // Two products a lane; they are exact in float32, and so is the accumulator.
-template <class T> struct Paired {
-  using X = T;
+template <class T> struct Paired : Whole<T, vu> {
   using V = vf;
-  using Row = vu;
-  static constexpr int64_t size = 2 * W;
-  static constexpr int rows = kTileRows;
-  vu w;
-  PPO_FAST_METHOD void read(const T* p) { __builtin_memcpy(&w, p, sizeof(w)); }
-  static PPO_FAST_METHOD Row row(const X* p) {
-    vu x;
-    __builtin_memcpy(&x, p, sizeof(x));
-    return in_register(x);
-  }
-  PPO_FAST_METHOD V madd(V c, Row x) const { return _mm512_dpbf16_ps(c, (__m512bh)x, (__m512bh)w); }
+  PPO_FAST_METHOD vf madd(vf c, vu x) const { return _mm512_dpbf16_ps(c, (__m512bh)x, (__m512bh)this->w); }
 };
 #endif
 
@@ -89,8 +73,8 @@ template <class T> static void widen_row(const T* x, int64_t n, float* out) {
     if (n - i < 2 * W) __builtin_memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(T));
     vf a, b;
     load2(n - i < 2 * W ? rest : x + i, a, b);
-    __builtin_memcpy(out, &a, sizeof(a));
-    __builtin_memcpy(out + W, &b, sizeof(b));
+    store(out, a);
+    store(out + W, b);
   }
 }
 

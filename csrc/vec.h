@@ -34,6 +34,14 @@ template <class To, class From> PPO_FAST_FN To bits(From x) {
   return y;
 }
 
+// Whole vectors of memory as they lie.
+template <class V> PPO_FAST_FN V load(const void* p) {
+  V x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+template <class V> PPO_FAST_FN void store(void* p, V x) { __builtin_memcpy(p, &x, sizeof(x)); }
+
 PPO_FAST_FN vf fma(vf a, vf b, vf c) {
 #if PPO_FAST_ISA == 2
   return _mm512_fmadd_ps(a, b, c);
@@ -155,37 +163,56 @@ PPO_FAST_FN vu float_to_bfloat(vf x) {
 
 // --------------------------------------------------------------------------------------------------- loads and stores
 
-// load2 fills two vectors from 2W consecutive elements, store2 puts them back. For 16-bit formats lane i of the two may
-// hold elements 2i and 2i + 1, which saves shuffles; only sums, maxima and the matching store2 may rely on the content.
+// load1 widens one vector of consecutive elements. load2 fills two vectors from 2W of them, store2 puts them back. For
+// 16-bit formats lane i of the two may hold elements 2i and 2i + 1, which saves shuffles; only sums, maxima and the
+// matching store2 may rely on the content.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "even elements are taken from the low half of a 32-bit lane");
 
 template <class T> struct Lanes { using type = vf; };
 template <> struct Lanes<double> { using type = double; };
 
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+PPO_FAST_FN vf load1(const float* p) { return load<vf>(p); }
+PPO_FAST_FN double load1(const double* p) { return *p; }
+PPO_FAST_FN vf load1(const torch::headeronly::BFloat16* p) {
+  return bits<vf>(__builtin_convertvector(load<vh>(p), vu) << 16);
+}
+PPO_FAST_FN vf load1(const torch::headeronly::Half* p) {
+#if PPO_FAST_ISA == 2
+  return _mm512_cvtph_ps(load<__m256i>(p));
+#elif PPO_FAST_ISA == 1
+  return _mm256_cvtph_ps(load<__m128i>(p));
+#else
+  return half_to_float(__builtin_convertvector(load<vh>(p), vu));
+#endif
+}
+// The same of n < lanes elements; the other lanes are zero.
+template <class T> PPO_FAST_FN typename Lanes<T>::type load1_n(const T* p, int64_t n) {
+  unsigned char elements[lanes<typename Lanes<T>::type> * sizeof(T)] = {};
+  __builtin_memcpy(elements, p, static_cast<size_t>(n) * sizeof(T));
+  return load1(reinterpret_cast<const T*>(elements));
+}
+
 PPO_FAST_FN void load2(const float* p, vf& a, vf& b) {
-  __builtin_memcpy(&a, p, sizeof(a));
-  __builtin_memcpy(&b, p + W, sizeof(b));
+  a = load1(p);
+  b = load1(p + W);
 }
 PPO_FAST_FN void load2(const double* p, double& a, double& b) {
-  __builtin_memcpy(&a, p, sizeof(a));
-  __builtin_memcpy(&b, p + 1, sizeof(b));
+  a = load1(p);
+  b = load1(p + 1);
 }
 PPO_FAST_FN void load2(const torch::headeronly::BFloat16* p, vf& a, vf& b) {
-  vu both;
-  __builtin_memcpy(&both, p, sizeof(both));
+  const vu both = load<vu>(p);
   a = bits<vf>(both << 16);
   b = bits<vf>(both & 0xffff0000u);
 }
 PPO_FAST_FN void load2(const torch::headeronly::Half* p, vf& a, vf& b) {
-#if PPO_FAST_ISA == 2
-  a = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  b = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + 1));
-#elif PPO_FAST_ISA == 1
-  a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + 1));
+#if PPO_FAST_ISA >= 1
+  a = load1(p);
+  b = load1(p + W);
 #else
-  vu both;
-  __builtin_memcpy(&both, p, sizeof(both));
+  const vu both = load<vu>(p);
   a = half_to_float(both & 0xffffu);
   b = half_to_float(both >> 16);
 #endif
