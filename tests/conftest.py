@@ -108,6 +108,14 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., PreTrai
 
 
 @pytest.fixture(scope="session")
+def vader() -> Any:
+    """VADER's analyzer: the demo's reward."""
+    install = 'vaderSentiment is not installed: pip install "ppo-fast[demo]"'
+    module = pytest.importorskip("vaderSentiment.vaderSentiment", reason=install)
+    return module.SentimentIntensityAnalyzer()
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dir(
     tiny_model: Callable[..., PreTrainedModel],
     tiny_tokenizer: PreTrainedTokenizerFast,

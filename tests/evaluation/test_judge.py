@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,16 +101,14 @@ def test_kind_and_unkind_pairs_are_ordered() -> None:
     assert np.mean(np.array(unkind) < 0) > 0.9
 
 
-def test_agrees_with_vader_without_being_vader() -> None:
-    vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
+def test_agrees_with_vader_without_being_vader(vader: Any) -> None:
     sentences = [sentence for pair in PAIRS for sentence in pair]
     theirs = [vader.polarity_scores(sentence)["compound"] for sentence in sentences]
     correlation = np.corrcoef(default_judge().score(sentences), theirs)[0, 1]
     assert 0.5 < correlation < 0.95
 
 
-def test_reads_words_that_vader_does_not_list() -> None:
-    vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
+def test_reads_words_that_vader_does_not_list(vader: Any) -> None:
     kind = [
         "She spoke soothingly and was hospitable to the guests.",
         "A neighbourly, mouthwatering and plentiful supper.",
@@ -120,9 +119,8 @@ def test_reads_words_that_vader_does_not_list() -> None:
     assert max(default_judge().score(unkind)) < -0.2
 
 
-def test_ignores_words_that_vader_counts() -> None:
+def test_ignores_words_that_vader_counts(vader: Any) -> None:
     """Plain statements in which VADER finds a listed word: the number a scorer's lexicon invents must not be shared."""
-    vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
     plain = ["The number 40 bus goes to the natural history museum.", "Please like the page and share the file."]
     theirs = [abs(vader.polarity_scores(sentence)["compound"]) for sentence in plain]
     ours = np.abs(default_judge().score(plain))

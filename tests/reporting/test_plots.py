@@ -13,7 +13,7 @@ import pytest
 from ppo_fast.errors import UserError
 from ppo_fast.reporting.plots import Panel, draw_panels
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install "ppo-fast[demo]"')
 
 ROWS = [
     {

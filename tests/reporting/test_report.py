@@ -20,7 +20,7 @@ from ppo_fast.reporting.run import load_run
 from ppo_fast.reporting.units import duration, size
 from ppo_fast.reporting.verdict import judge_run
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install "ppo-fast[demo]"')
 MakeRun = Callable[..., Path]
 _VOID = {"meta", "br", "rect", "path", "use", "line", "circle"}
 
