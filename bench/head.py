@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,25 +87,27 @@ class Head:
         """[N, ...] as [BATCH, N / BATCH, ...]."""
         return x.view(BATCH, -1, *x.shape[1:])
 
-    def first(self) -> Head:
-        """The first 64 tokens."""
-        rows = {name: getattr(self, name)[:64] for name in ("hidden", "ids", "advantages", "shifts", "half")}
+    def first(self, n: int = 64) -> Head:
+        """The first n tokens."""
+        rows = {name: getattr(self, name)[:n] for name in ("hidden", "ids", "advantages", "shifts", "half")}
         return replace(self, **rows)
 
 
-def make_head(tokens: int, dtype: torch.dtype, vocabulary: int = VOCABULARY, hidden_size: int = HIDDEN) -> Head:
+def make_head(
+    tokens: int, dtype: torch.dtype, vocabulary: int = VOCABULARY, hidden_size: int = HIDDEN, device: str = "cpu"
+) -> Head:
     """Random inputs whose logits have the standard deviation SPREAD: about 10 nats of entropy at V = 151,936."""
-    generator = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    how: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
+    normal = lambda *shape: torch.randn(shape, **how)  # noqa: E731
     weight = normal(vocabulary, hidden_size).mul_(SPREAD / hidden_size**0.5).to(dtype)
     signs = torch.where(normal(tokens) > 0, 1.0, -1.0)
     return Head(
         hidden=normal(tokens, hidden_size).to(dtype),
         weight=weight,
-        ids=torch.randint(vocabulary, (tokens,), generator=generator),
+        ids=torch.randint(vocabulary, (tokens,), **how),
         advantages=signs * (0.5 + normal(tokens).abs()),
-        shifts=LIVE * torch.rand(tokens, generator=generator),
-        half=torch.randperm(tokens, generator=generator) < tokens // 2,
+        shifts=LIVE * torch.rand(tokens, **how),
+        half=torch.randperm(tokens, **how) < tokens // 2,
     )
 
 

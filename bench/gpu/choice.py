@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from gpu.inputs import Head, make_head
 from gpu.machine import Machine, Numbers, measure, setting
+from head import Head
 from ppo_fast import ops
 
 
 def bench_choice(machine: Machine, shape: tuple[int, int, int]) -> Numbers:
     """Both ways of scoring by number of tokens; the fused one with its fixed and with the fastest tile."""
-    x = make_head(machine, shape)
+    x = machine.make_head(shape)
     ways = {"fused": {"PPO_FAST_SCORING": "fused"}, "vendor": {"PPO_FAST_SCORING": "vendor"}}
     if not machine.dry:  # Triton times candidates on a GPU only
         ways["fused, autotuned"] = {"PPO_FAST_SCORING": "fused", "PPO_FAST_AUTOTUNE": "1"}

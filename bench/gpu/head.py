@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import peers
-from gpu.inputs import Head, make_head
 from gpu.machine import Machine, Numbers, Result, measure, require_as_exact, setting
+from head import Head
 from ppo_fast import ops
 
 CHECKED_ROWS = 64
@@ -33,8 +33,9 @@ def exact_rows(x: Head, n: int) -> Result:
 
 def our_loss(hidden: Tensor, weight: Tensor, x: Head) -> Tensor:
     loss, _ = ops.linear_ppo_loss(
-        hidden[None], weight, x.ids[None], x.old[None], x.advantages[None], x.mask[None], entropy_coef=ENTROPY_COEF
-    )
+        hidden[None], weight, x.ids[None], x.old[None], x.advantages[None], torch.ones_like(x.half)[None],
+        entropy_coef=ENTROPY_COEF,
+    )  # fmt: skip
     return loss
 
 
@@ -61,7 +62,7 @@ def bench_gemms(machine: Machine, x: Head) -> dict[str, Numbers]:
 
 def bench_head(machine: Machine, shape: tuple[int, int, int]) -> Numbers:
     """GEMMs, scoring and the actor loss at one shape."""
-    x = make_head(machine, shape)
+    x = machine.make_head(shape)
     n = min(CHECKED_ROWS, shape[0])
     small, exact = x.first(n), exact_rows(x, n)
     with torch.no_grad():

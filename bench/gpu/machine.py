@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from head import Head, make_head
+
 Result = tuple[Tensor, ...]
 Numbers = dict[str, Any]
 
@@ -49,6 +51,10 @@ class Machine:
     @property
     def scored(self) -> tuple[int, ...]:
         return (1, 20) if self.dry else (1, 16, 64, 256, 1024, 2048)
+
+    def make_head(self, shape: tuple[int, int, int]) -> Head:
+        tokens, hidden_size, vocabulary = shape
+        return make_head(tokens, self.dtype, vocabulary, hidden_size, self.device)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False, backend="aot_eager" if self.dry else "inductor")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gpu.inputs import make_head
 from gpu.machine import Machine, Numbers, Result, measure, require_as_exact
 from ppo_fast import ops
 
@@ -13,7 +12,7 @@ SLACK = 4.0  # of float32's own error; PyTorch's is far larger where its logits 
 
 def bench_sampling(machine: Machine, shape: tuple[int, int, int]) -> dict[str, Numbers]:
     """One token for each of 64 rows."""
-    x = make_head(machine, shape).first(64)
+    x = machine.make_head(shape).first(64)
     n = len(x.ids)
     keys = torch.stack([torch.arange(n), torch.zeros(n, dtype=torch.int64)], 1).to(machine.device)
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from gpu.head import judged
-from gpu.inputs import make_head
 from gpu.machine import Machine, measure, require_as_exact
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def test_bars_of_the_actor_loss():
-    x = make_head(Machine(dry=True), (4, 8, 33))
+    x = Machine(dry=True).make_head((4, 8, 33))
     rows = {"ours": {"ms": 5.0, "peak_bytes": (1 << 30) + 100}, "eager": {"ms": 6.0}}
     frozen = judged(rows, [2.0, 2.0], x, False)
     assert frozen["over the GEMMs"] == 1.25
