@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gpu.head import judged
 from gpu.machine import Machine, measure, require_as_exact
+from gpu.parts import Part, run_parts
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -48,14 +51,47 @@ def test_a_variant_that_needs_too_much_memory_is_left_out():
     assert found["b"]["why"] == "out of memory"
 
 
+def test_a_part_that_takes_too_long_is_cut_off(tmp_path):
+    """And what the others found is kept, after each of them; what they leave of their shares is there for it."""
+    kept = []
+    writes = ["sh", "-c", f"echo '{{\"ms\": 1}}' > '{tmp_path}/good.json'"]
+    parts = {"good": writes, "stuck": ["sleep", "60"], "bad": ["false"], "silent": ["true"]}
+    started = time.monotonic()
+    failed = run_parts(
+        {name: Part(1, command) for name, command in parts.items()}, tmp_path, 6, lambda found: kept.append({**found})
+    )
+    assert time.monotonic() - started < 6
+    assert failed == ["stuck", "bad"]
+    assert kept[0] == {"good": {"ms": 1}}
+    cut_off = kept[-1].pop("stuck")["why"]
+    assert cut_off.startswith("cut off after")
+    assert kept[-1] == {"good": {"ms": 1}, "bad": {"why": "ended with status 1"}, "silent": {}}
+
+
+def dry_run(path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of ``bench/gpu.sh --dry``."""
+    command = ["bash", BENCH / "gpu.sh", "--dry", "--json", path, *more]
+    status = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}).returncode
+    return status, json.loads(path.read_text())
+
+
 @pytest.mark.long
 def test_dry_run(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
-    subprocess.run(
-        ["bash", BENCH / "gpu.sh", "--dry", "--json", tmp_path / "dry.json"],
-        env={**os.environ, "PYTHON": sys.executable},
-        check=True,
-    )
-    results = json.loads((tmp_path / "dry.json").read_text())
+    status, results = dry_run(tmp_path / "dry.json")
+    assert status == 0
     assert results["dry"]
-    assert {"heads", "rows", "choice", "iteration", "commit"} <= results.keys()
+    assert "commit" in results
+    parts = results["parts"]
+    assert list(parts) == ["tests", "head 12 x 32 x 301", "rows", "sampling", "choice", "decode", "iteration"]
+    assert not [name for name, numbers in parts.items() if "why" in numbers]
+    assert parts["head 12 x 32 x 301"]["frozen"]["ours"]["ms"] > 0
+
+
+@pytest.mark.long
+def test_dry_run_without_time(tmp_path):
+    """Nothing is done, and the JSON says why."""
+    status, results = dry_run(tmp_path / "dry.json", "--seconds", "1")
+    assert status == 1
+    assert len(results["parts"]) == 7
+    assert all("cut off after" in numbers["why"] for numbers in results["parts"].values())
