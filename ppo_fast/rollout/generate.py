@@ -25,7 +25,7 @@ from ppo_fast.profiling import annotate
 from ppo_fast.rollout.batch import MOST_KEPT, Rollout
 from ppo_fast.rollout.linears import small_linears, swaps
 from ppo_fast.rollout.slots import Pass, SlotCache, check_cache
-from ppo_fast.rollout.step import DecodeStep, Row, Sampler
+from ppo_fast.rollout.step import DecodeStep, Row, Sampler, has_graphs
 from ppo_fast.rollout.stops import StopStrings
 
 MOST_SLOTS = 64
@@ -106,7 +106,8 @@ def generate(
     cache = SlotCache(min(slots or MOST_SLOTS, len(replies)), capacity)
     banned = eos_ids if min_new_tokens else ()
     sampler = Sampler(head, cache.slots, temperature=temperature, top_k=top_k, top_p=top_p, banned_early=banned)
-    step = DecodeStep(actor.model.base_model, cache, sampler, actor.device)
+    device = actor.device
+    step = DecodeStep(actor.model.base_model, cache, sampler, device, captured=has_graphs(device))
     batch = _Batch(actor, replies, cache, step, _Ends(eos_ids, min_new_tokens, stop_strings))
     linears = small_linears(actor.model.base_model, dtype) if swaps(actor.device) else contextlib.nullcontext()
     with actor.activated(), cache.attached(actor.model), linears, annotate("ppo_fast/decode"):

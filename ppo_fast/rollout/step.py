@@ -123,9 +123,11 @@ def rung(n: int) -> int:
 
 
 class DecodeStep:
-    """A step of all running replies, reply i in slot i."""
+    """A step of all running replies, reply i in slot i; ``captured`` as graphs, where there are any, or plain."""
 
-    def __init__(self, body: nn.Module, cache: SlotCache, sampler: Sampler, device: torch.device) -> None:
+    def __init__(
+        self, body: nn.Module, cache: SlotCache, sampler: Sampler, device: torch.device, *, captured: bool
+    ) -> None:
         self._body, self._cache, self._sampler, self._device = body, cache, sampler, device
         self._inputs = torch.zeros(cache.slots, len(_NOBODY), dtype=torch.int64, device=device)
         self._results = [
@@ -133,7 +135,7 @@ class DecodeStep:
             torch.zeros(cache.slots, dtype=sampler.dtype, device=device),
             torch.zeros(cache.slots, sampler.most_kept, dtype=torch.int64, device=device),
         ]
-        self._graphs = Graphs(self._compute, device) if has_graphs(device) else None
+        self._graphs = Graphs(self._compute, device) if captured else None
 
     def __call__(self, rows: Sequence[Row]) -> Drawn:
         """One more token for each."""
@@ -173,7 +175,7 @@ def _sets(kept: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether steps are captured there."""
+    """Whether steps can be captured there."""
     return device.type == "cuda"
 
 

@@ -80,7 +80,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
 
             return replay
 
-    monkeypatch.setattr(step, "has_graphs", lambda device: True)
+    monkeypatch.setattr(sys.modules["ppo_fast.rollout.generate"], "has_graphs", lambda device: True)
     monkeypatch.setattr(step, "Capture", Capture)
     monkeypatch.setattr(slots, "has_decode_kernel", lambda device: False)
     with warnings.catch_warnings():
@@ -239,7 +239,8 @@ def test_a_step_reads_no_value(family, tiny_model):
     with meta, torch.no_grad():
         model = tiny_model(family)
         cache = SlotCache(8, 200)
-        decode = DecodeStep(model.base_model, cache, _sampler(model, 8, top_p=0.9, banned_early=(1,)), meta)
+        sampler = _sampler(model, 8, top_p=0.9, banned_early=(1,))
+        decode = DecodeStep(model.base_model, cache, sampler, meta, captured=False)
         with cache.attached(model):
             decode._compute(step._Shape(6, 96, True, False))
             with Waits(meta) as waits:
@@ -273,7 +274,8 @@ def test_nothing_a_step_makes_outlives_it(tiny_model):
     model = tiny_model()
     cache = SlotCache(4, 100)
     with torch.no_grad(), cache.attached(model):
-        decode = DecodeStep(model.base_model, cache, _sampler(model, 4, top_k=3), torch.device("cpu"))
+        sampler = _sampler(model, 4, top_k=3)
+        decode = DecodeStep(model.base_model, cache, sampler, torch.device("cpu"), captured=False)
         rows = [Row(5, 0, 1, 0, False), Row(6, 0, 2, 0, False)]
         decode(rows)
         before = {id(x) for x in _tensors(decode)}
