@@ -38,6 +38,7 @@ from torch import Tensor
 from ppo_fast.kernels import head_scores
 from ppo_fast.kernels.common import COMPILE, LN_2, LOG2_E, NEG_INF, on_device_of, stat_dtype
 from ppo_fast.kernels.logits import finished, over, shaped
+from ppo_fast.kernels.partials import folded_by_lane
 
 # As in selected_logprobs, and for the same reasons: 16 columns a lane.
 _MAX_BLOCK = 4096
@@ -101,16 +102,7 @@ def _statistics_kernel(
             tl.store(row_ptr + columns, z, mask=inside)
         z = tl.where(inside, z, NEG_INF)
         target = tl.where(columns == token, z, target)
-        new_top = tl.maximum(top, tl.max(z, axis=0))
-        base = tl.where(new_top == NEG_INF, 0.0, new_top)
-        drop = tl.maximum((top - base) * scale, -16384.0)  # 2^-16384 is 0 in either dtype
-        shrink = tl.exp2(drop)
-        u = (z - base) * scale
-        e = tl.exp2(u)
-        if entropy_ptr is not None:
-            moment = shrink * (moment + drop * mass) + tl.where(e == 0.0, 0.0, e * u)
-        mass = shrink * mass + e
-        top = new_top
+        top, mass, moment = folded_by_lane(z, top, mass, moment, scale, entropy_ptr is not None)
 
     logprob, entropy, peak, total = finished(
         top, tl.sum(mass, axis=0), tl.sum(moment, axis=0), tl.sum(target, axis=0), known, temperature

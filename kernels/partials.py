@@ -41,6 +41,27 @@ def folded(
 
 
 @triton.jit
+def folded_by_lane(
+    z,  # [lanes] logits of one row's tile, -inf where there is none
+    top,  # []
+    mass,  # [lanes]
+    moment,  # [lanes]
+    scale,  # [] log2(e) / temperature
+    MOMENT: tl.constexpr,  # whether the moment is asked for
+):
+    """(top, mass, moment) of one row with a tile added; the sums stay apart until the last."""
+    new_top = tl.maximum(top, tl.max(z, axis=0))
+    base = tl.where(new_top == NEG_INF, 0.0, new_top)
+    drop = tl.maximum((top - base) * scale, -16384.0)  # 2^-16384 is 0 in either dtype
+    shrink = tl.exp2(drop)
+    u = (z - base) * scale
+    e = tl.exp2(u)
+    if MOMENT:
+        moment = shrink * (moment + drop * mass) + tl.where(e == 0.0, 0.0, e * u)
+    return new_top, shrink * mass + e, moment
+
+
+@triton.jit
 def highest(
     part_ptr,  # [rows] of pointers to the maximum in the first split's part
     stored,  # [rows] whether the row is one

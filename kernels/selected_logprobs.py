@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ppo_fast.kernels.common import COMPILE, LN_2, LOG2_E, NEG_INF, on_device_of
 from ppo_fast.kernels.logits import over
+from ppo_fast.kernels.partials import folded_by_lane
 
 # Columns a program holds at a time, and lanes for them: 16 columns a lane, for 16-bit logits two 16-byte loads in
 # flight a lane, 8 KiB a program. Three programs of 8 warps, for which 80 registers a lane leave room, then cover the 15
@@ -88,16 +89,7 @@ def _forward_kernel(
     for start in range(0, V, BLOCK_V):
         columns = start + lanes
         x = tl.load(row_ptr + columns, mask=columns < V, other=NEG_INF).to(STAT)
-        new_top = tl.maximum(top, tl.max(x, axis=0))
-        base = tl.where(new_top == NEG_INF, 0.0, new_top)
-        drop = tl.maximum((top - base) * scale, -16384.0)  # 2^-16384 is 0 in either dtype
-        shrink = tl.exp2(drop)
-        u = (x - base) * scale
-        e = tl.exp2(u)
-        if entropy_ptr is not None:
-            moment = shrink * (moment + drop * mass) + tl.where(e == 0.0, 0.0, e * u)
-        mass = shrink * mass + e
-        top = new_top
+        top, mass, moment = folded_by_lane(x, top, mass, moment, scale, entropy_ptr is not None)
 
     total = tl.sum(mass, axis=0)
     log_total = tl.log(total)
