@@ -32,10 +32,9 @@ from harness.case import DTYPES, Bar, Case, Expected, Variant, Work
 from harness.check import WrongValuesError
 from harness.floors import measure_floors
 from harness.memory import peak_bytes
-from harness.results import header
-from harness.run import add_memory, run_case, select
+from harness.results import header, write_result
+from harness.run import add_memory, run_case, say_at_once, select
 from harness.table import table
-from ppo_fast.files import write_atomically
 from ppo_fast.models.roles import Actor
 from ppo_fast.recipes.smollm2 import ALIAS, ensure_model
 from ppo_fast.rollout import Rollout, generate
@@ -218,15 +217,15 @@ def main() -> int:
     floors = measure_floors()
     results = {}
     for one in select(CASES, arguments.only, long=bool(arguments.only) or not arguments.quick):
-        print(one.key, flush=True)
-        results[one.key] = run_case(one, floors, _say, rounds=1 if arguments.quick else None)
+        say_at_once(one.key)
+        results[one.key] = run_case(one, floors, say_at_once, rounds=1 if arguments.quick else None)
         tokens = sum(one.inputs(0).lengths)
         for name, variant in results[one.key]["variants"].items():
             if "seconds" in variant:
                 variant["tokens_per_second"] = tokens / variant["seconds"]
-                _say(f"  {name:<42} {variant['tokens_per_second']:10.1f} tokens/s")
+                say_at_once(f"  {name:<42} {variant['tokens_per_second']:10.1f} tokens/s")
         if not arguments.quick:
-            add_memory(one, results[one.key], Path(__file__), arguments.threads, _say)
+            add_memory(one, results[one.key], Path(__file__), arguments.threads, say_at_once)
         model_of.cache_clear()
     bars = [judge(bar, results) for bar in BARS if bar.case in results]
     print("\n" + table(bars))
@@ -242,13 +241,9 @@ def main() -> int:
     if path is None and not (arguments.quick or arguments.only):
         path = BENCH / "results" / "rollout.json"
     if path is not None:
-        write_atomically(path, json.dumps(whole, indent=1) + "\n")
+        write_result(path, whole)
         print(f"wrote {path}")
     return int(any("refused" in variant for found in results.values() for variant in found["variants"].values()))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from torch import Tensor
 
 import readme
 from harness.memory import status, track_peak
-from harness.results import header
-from ppo_fast.files import write_atomically
+from harness.results import header, write_result
 from ppo_fast.integrations import trl as integration
 from ppo_fast.recipes.smollm2 import ALIAS, ensure_model
 
@@ -251,7 +250,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
         case, run = arguments.part.rsplit("-", 1)
         found = run_both(case) if run == "both" else run_freely(case, run == "ours")
-        write_atomically(arguments.parts / f"{arguments.part}.json", json.dumps(found, indent=1) + "\n")
+        write_result(arguments.parts / f"{arguments.part}.json", found)
         return
     arguments.parts.mkdir(parents=True, exist_ok=True)
     for name in arguments.only or [f"{case}-{run}" for case in CASES for run in RUNS]:
@@ -270,7 +269,7 @@ def main() -> None:
         "summary": {case: summary(parts[case]) for case in CASES},
         "parts": parts,
     }
-    write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
     readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {RESULT.name} in bench/results, and the table in README.md")
 

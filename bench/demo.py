@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 import ppo_fast
+from harness.results import write_result
 from ppo_fast import cli
-from ppo_fast.files import write_atomically
 
 RECIPE = Path(ppo_fast.__file__).parent / "recipes" / "sentiment.yaml"
 RESULT = Path(__file__).parent / "results" / "demo.json"
@@ -37,7 +37,7 @@ def main() -> None:
         "versions": record["versions"],
         "seeds": seeds,
     }
-    write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
     print(f"wrote {RESULT}")
 
 

@@ -31,10 +31,9 @@ import readme
 from harness.bars import judge
 from harness.floors import measure_floors
 from harness.memory import peak_bytes
-from harness.results import header, machine_kind
-from harness.run import add_memory, run_case, select
+from harness.results import header, machine_kind, write_result
+from harness.run import add_memory, run_case, say_at_once, select
 from harness.table import table
-from ppo_fast.files import write_atomically
 
 BENCH = Path(__file__).parent
 MEASURED = (
@@ -82,10 +81,10 @@ def main() -> int:
     limits = {"seconds": QUICK_SECONDS, "rounds": QUICK_ROUNDS} if arguments.quick else {}
     results = {}
     for case in cases:
-        print(f"{case.key}", flush=True)
-        results[case.key] = run_case(case, floors, _say, **limits)
+        say_at_once(case.key)
+        results[case.key] = run_case(case, floors, say_at_once, **limits)
         if arguments.memory or not arguments.quick:
-            add_memory(case, results[case.key], Path(__file__), arguments.threads, _say)
+            add_memory(case, results[case.key], Path(__file__), arguments.threads, say_at_once)
     bars = [judge(bar, results) for bar in BARS if not arguments.only or bar.case in results]
     print("\n" + table(bars))
     name = f"ops-{machine_kind(arguments.threads)}"
@@ -99,17 +98,13 @@ def main() -> int:
         "cases": results,
     }
     if arguments.json:
-        write_atomically(arguments.json, json.dumps(whole, indent=1) + "\n")
+        write_result(arguments.json, whole)
     if not (arguments.quick or arguments.only):
-        write_atomically(BENCH / "results" / f"{name}.json", json.dumps(whole, indent=1) + "\n")
+        write_result(BENCH / "results" / f"{name}.json", whole)
         plots.scaling(whole, BENCH / "results" / f"{name}-scaling.png")
         readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote {name}.json and its plot in bench/results, and the table in README.md")
     return int(any("refused" in variant for case in results.values() for variant in case["variants"].values()))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

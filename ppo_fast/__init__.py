@@ -35,30 +35,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "PPOConfig": "ppo_fast.training",
-    "PPOStats": "ppo_fast.ops",
-    "PPOTrainer": "ppo_fast.training",
-    "UserError": "ppo_fast.errors",
-    "ValueStats": "ppo_fast.ops",
-    "backends": "ppo_fast.ops",
-    "gae": "ppo_fast.ops",
-    "group_advantages": "ppo_fast.ops",
-    "head_weights": "ppo_fast.models.head",
-    "linear_ppo_loss": "ppo_fast.ops",
-    "linear_sample": "ppo_fast.ops",
-    "linear_selected_logprobs": "ppo_fast.ops",
-    "linear_token_loss": "ppo_fast.ops",
-    "lora_linear": "ppo_fast.ops",
-    "masked_mean": "ppo_fast.ops",
-    "ppo_loss": "ppo_fast.ops",
-    "selected_logprobs": "ppo_fast.ops",
-    "shape_rewards": "ppo_fast.ops",
-    "small_linear": "ppo_fast.ops",
-    "value_loss": "ppo_fast.ops",
-    "whiten": "ppo_fast.ops",
-}
-
 __all__ = [
     "PPOConfig",
     "PPOStats",
@@ -85,10 +61,19 @@ __all__ = [
 ]
 
 
+# Where a name is that isn't in ppo_fast.ops.
+_HOME = {
+    "PPOConfig": "ppo_fast.training",
+    "PPOTrainer": "ppo_fast.training",
+    "UserError": "ppo_fast.errors",
+    "head_weights": "ppo_fast.models.head",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME.get(name, "ppo_fast.ops")), name)
     globals()[name] = value
     return value
 

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import sys
 import tempfile
 import time
@@ -25,9 +24,8 @@ from gpu.parts import Part, run_parts
 from gpu.report import report
 from gpu.rows import bench_rows
 from gpu.sampling import bench_sampling
-from harness.results import header
+from harness.results import header, write_result
 from ppo_fast import ops
-from ppo_fast.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTS = "tests"
@@ -81,7 +79,7 @@ def main() -> None:
     path = arguments.json or (ROOT / "runs" if machine.dry else ROOT / "bench" / "results") / f"gpu-{slug}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if arguments.part:
-        write_atomically(path, json.dumps(bench(machine, arguments.part)))
+        write_result(path, bench(machine, arguments.part))
         return
 
     started = time.perf_counter()
@@ -91,7 +89,7 @@ def main() -> None:
     def keep(found: dict[str, Numbers]) -> None:
         results["parts"] = found
         results["minutes"] = round((time.perf_counter() - started) / 60, 2)
-        write_atomically(path, json.dumps(results, indent=1) + "\n")
+        write_result(path, results)
 
     with tempfile.TemporaryDirectory() as folder:
         failed = run_parts(parts(machine, Path(folder)), Path(folder), arguments.seconds, keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import ppo_fast
 from harness.timing import last_level_cache
+from ppo_fast.files import write_atomically
 
 PACKAGES = ("torch", "ppo_fast", "triton", "transformers", "trl", "torchrl", "numpy")
 
@@ -72,3 +74,8 @@ def header(folder: Path, threads: int) -> dict[str, Any]:
         "commit": commit(folder),
         "backends": ppo_fast.backends(),
     }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """As JSON, whole or not at all."""
+    write_atomically(path, json.dumps(result, indent=1) + "\n")

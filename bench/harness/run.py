@@ -17,6 +17,10 @@ from harness.timing import Rotation, call, time_rounds
 Say = Callable[[str], None]
 
 
+def say_at_once(line: str) -> None:
+    print(line, flush=True)
+
+
 def run_case(case: Case, floors: Floors, say: Say, *, seconds: float | None = None, rounds: int | None = None) -> Any:
     """Check every variant of the case, then time those that computed the right thing.
 
