@@ -163,7 +163,7 @@ template <class T, class E> typename E::Word word(T first, T second) {
 
 // The tokens and what is done to their logits.
 template <class T> struct HeadRows {
-  using S = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using S = StatOf<T>;
   static constexpr ScalarType dtype = scalar_type_of<S>;
 
   const T* hidden;

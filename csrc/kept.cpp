@@ -31,8 +31,6 @@ constexpr int64_t kBlock = 64;    // rows of d_hidden summed before their sum is
 // What a token's kept set can be.
 enum KeptStatus : uint8_t { kFine, kOutOfRange, kTwice, kLacksToken };
 
-template <class T> using StatOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 // The arguments of the two ops that describe tokens and output layer.
 template <class T> struct KeptTokens {
   using S = StatOf<T>;
@@ -139,17 +137,6 @@ KeptTokens<T> tokens_of(const Tensor& hidden, const Tensor& weight, const std::o
           H};
 }
 
-// Calls f with a null pointer to the element type.
-template <class F> auto by_dtype(const Tensor& weight, const F& f) {
-  switch (weight.scalar_type()) {
-    case ScalarType::Float: return f(static_cast<float*>(nullptr));
-    case ScalarType::BFloat16: return f(static_cast<BFloat16*>(nullptr));
-    case ScalarType::Half: return f(static_cast<Half*>(nullptr));
-    case ScalarType::Double: return f(static_cast<double*>(nullptr));
-    default: throw std::invalid_argument("weight must be float32, bfloat16, float16 or float64");
-  }
-}
-
 // Outside of any parallel region, where it may throw.
 void raise(const std::vector<uint8_t>& status, const int64_t* token_ids, int64_t V) {
   const auto has = [&](KeptStatus s) { return std::find(status.begin(), status.end(), s); };
@@ -174,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> kept_forward(Tensor hidden,                  
                                                 std::optional<Tensor> temperature,  // [n] stat dtype
                                                 Tensor kept_ids,                    // [n, K] int64
                                                 std::optional<double> softcap, double logit_scale, bool want_entropy) {
-  return by_dtype(weight, [&](auto* type) -> std::tuple<Tensor, Tensor, Tensor> {
+  return by_dtype(weight, "weight", [&](auto* type) -> std::tuple<Tensor, Tensor, Tensor> {
     using T = std::remove_pointer_t<decltype(type)>;
     using S = StatOf<T>;
     const KeptTokens<T> a =
@@ -206,7 +193,7 @@ Tensor kept_backward(Tensor c,                           // [n] dL/dlogp
                      std::optional<double> softcap, double logit_scale, bool need_hidden,
                      std::optional<Tensor> d_weight,  // [V, H] stat dtype, added to
                      std::optional<Tensor> d_bias) {  // [V] stat dtype, added to
-  return by_dtype(weight, [&](auto* type) -> Tensor {
+  return by_dtype(weight, "weight", [&](auto* type) -> Tensor {
     using T = std::remove_pointer_t<decltype(type)>;
     using S = StatOf<T>;
     const KeptTokens<T> a =

@@ -53,8 +53,6 @@ struct RowGradient {
 namespace ppo_fast {
 namespace {
 
-template <class T> using StatOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 template <class T> auto row_sums_kernel(bool entropy) {
   if constexpr (std::is_same_v<T, double>) {
     return entropy ? &portable::row_sums<T, true> : &portable::row_sums<T, false>;
@@ -290,17 +288,6 @@ void write_gradient(const std::optional<Tensor>& grad_logprobs, const std::optio
   if (!whole_rows) over_segments(count, V, write_segment);
 }
 
-// Calls f with a null pointer to the element type.
-template <class F> void by_dtype(const Tensor& logits, const F& f) {
-  switch (logits.scalar_type()) {
-    case ScalarType::Float: return f(static_cast<float*>(nullptr));
-    case ScalarType::BFloat16: return f(static_cast<BFloat16*>(nullptr));
-    case ScalarType::Half: return f(static_cast<Half*>(nullptr));
-    case ScalarType::Double: return f(static_cast<double*>(nullptr));
-    default: throw std::invalid_argument("logits must be float32, bfloat16, float16 or float64");
-  }
-}
-
 std::tuple<Tensor, Tensor, Tensor> selected_logprobs(Tensor logits,               // [A, B, V]
                                                      Tensor token_ids,            // [A, B] int64
                                                      Tensor temperature,          // [A, B]
@@ -308,7 +295,7 @@ std::tuple<Tensor, Tensor, Tensor> selected_logprobs(Tensor logits,             
                                                      bool return_entropy) {
   check_logits(logits);
   std::optional<std::tuple<Tensor, Tensor, Tensor>> result;
-  by_dtype(logits, [&](auto* type) {
+  by_dtype(logits, "logits", [&](auto* type) {
     result = forward<std::remove_pointer_t<decltype(type)>>(logits, token_ids, temperature, mask, return_entropy);
   });
   return *result;
@@ -324,7 +311,7 @@ Tensor selected_logprobs_backward(std::optional<Tensor> grad_logprobs,  // [A, B
                                   Tensor lse) {                         // [A, B]
   check_logits(logits);
   Tensor out = empty({logits.size(0), logits.size(1), logits.size(2)}, logits.scalar_type());
-  by_dtype(logits, [&](auto* type) {
+  by_dtype(logits, "logits", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     // Fresh from the system; less than that may as well stay in the caches for its reader.
     const bool large = out.numel() * int64_t{sizeof(T)} >= (int64_t{4} << 20);
@@ -339,7 +326,7 @@ void selected_logprobs_backward_(std::optional<Tensor> grad_logprobs, std::optio
                                  Tensor lse) {
   check_logits(logits);
   check(rows_are_apart(logits), "logits", "without overlapping rows, since they are overwritten");
-  by_dtype(logits, [&](auto* type) {
+  by_dtype(logits, "logits", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     write_gradient<T>(grad_logprobs, grad_entropy, logits, token_ids, temperature, mask, entropy, lse,
                       Rows<T>(logits, writable<T>(logits)), false);

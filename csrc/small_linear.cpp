@@ -71,13 +71,11 @@ template <class X> class Rows {
   std::unique_ptr<X[]> copy_;
 };
 
-template <class T> using Stat = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 // [n, features] in x's dtype, or in that of the accumulators.
 template <class T, class X, class Out, class Kernel>
 Tensor multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& extra, const std::optional<Tensor>& extra_weight, Kernel kernel) {
-  using S = Stat<T>;
+  using S = StatOf<T>;
   const int64_t n = x.size(0), H = x.size(1), features = weight.size(0);
   constexpr ScalarType stat = scalar_type_of<S>;
   SmallLinear<X, T, S, Out> job{};

@@ -71,4 +71,18 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) {
 template <class S> constexpr ScalarType scalar_type_of = ScalarType::Float;
 template <> inline constexpr ScalarType scalar_type_of<double> = ScalarType::Double;
 
+// Of statistics and accumulators.
+template <class T> using StatOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Calls f with a null pointer to the element type.
+template <class F> auto by_dtype(const Tensor& x, const char* name, const F& f) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return f(static_cast<float*>(nullptr));
+    case ScalarType::BFloat16: return f(static_cast<BFloat16*>(nullptr));
+    case ScalarType::Half: return f(static_cast<Half*>(nullptr));
+    case ScalarType::Double: return f(static_cast<double*>(nullptr));
+    default: throw std::invalid_argument(std::string(name) + " must be float32, bfloat16, float16 or float64");
+  }
+}
+
 }  // namespace ppo_fast
