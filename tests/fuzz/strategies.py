@@ -118,6 +118,11 @@ def draw_temperature(kind: str, shape: tuple[int, ...], g: torch.Generator) -> f
     }[kind]
 
 
+def temperatures(temperature: float | Tensor, stat: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """One a token, as the op computes with it."""
+    return torch.as_tensor(temperature, dtype=stat).expand(shape)
+
+
 # -------------------------------------------------------------------------------------------------------------- logits
 
 
