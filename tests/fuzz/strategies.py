@@ -198,7 +198,7 @@ def logits_inputs(case: LogitsCase) -> LogitsInputs:
 
 
 @st.composite
-def _shape(draw: Any, count: int) -> tuple[int, ...]:
+def leading_shape(draw: Any, count: int) -> tuple[int, ...]:
     """A shape of 0 to 4 dimensions with ``count`` elements, or with none at all."""
     if count == 1 and draw(st.booleans()):
         return draw(st.sampled_from([(), (1,), (1, 1), (1, 1, 1)]))
@@ -219,7 +219,7 @@ def logits_cases(draw: Any, layouts: tuple[str, ...] = LAYOUTS) -> LogitsCase:
     )
     count = draw(st.sampled_from([n for n in _COUNTS if n * V <= 70_000]))
     return LogitsCase(
-        shape=draw(_shape(count)),
+        shape=draw(leading_shape(count)),
         V=V,
         dtype=draw(st.sampled_from(DTYPES)),
         layout=draw(st.sampled_from(layouts)),
@@ -329,7 +329,7 @@ def linear_cases(draw: Any, matrix: bool = False, nan_rows: bool = False) -> Lin
     V = draw(st.one_of(st.integers(1, 70), st.sampled_from(_VOCABULARIES)))
     count = draw(st.sampled_from([n for n in _COUNTS if n * V <= 50_000]))
     H = draw(st.sampled_from([h for h in _HIDDEN_SIZES if count * V * h <= 2_000_000 and V * h <= 300_000]))
-    shape = draw(_shape(count))
+    shape = draw(leading_shape(count))
     if matrix:
         shape = (1, count) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     dtype = draw(st.sampled_from(DTYPES))
