@@ -324,11 +324,18 @@ def linear_inputs(case: LinearCase) -> LinearInputs:
 
 
 @st.composite
-def linear_cases(draw: Any, matrix: bool = False, nan_rows: bool = False) -> LinearCase:
-    """``matrix``: token_ids are [B, T]."""
+def head_sizes(draw: Any) -> tuple[int, int, int]:
+    """Rows, hidden size, vocabulary."""
     V = draw(st.one_of(st.integers(1, 70), st.sampled_from(_VOCABULARIES)))
     count = draw(st.sampled_from([n for n in _COUNTS if n * V <= 50_000]))
     H = draw(st.sampled_from([h for h in _HIDDEN_SIZES if count * V * h <= 2_000_000 and V * h <= 300_000]))
+    return count, H, V
+
+
+@st.composite
+def linear_cases(draw: Any, matrix: bool = False, nan_rows: bool = False) -> LinearCase:
+    """``matrix``: token_ids are [B, T]."""
+    count, H, V = draw(head_sizes())
     shape = draw(leading_shape(count))
     if matrix:
         shape = (1, count) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))

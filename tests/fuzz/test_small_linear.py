@@ -142,20 +142,26 @@ def _roundings(a: SmallLinearInputs) -> Tensor:
     stat = stat_of(a.weight.dtype)
     x, weight = a.x.reshape(-1, a.x.shape[-1]).to(a.weight.dtype).double(), a.weight.double()
     H = x.shape[1]
-    # A chain of additions errs like a random walk.
-    size = (x.square() @ weight.square().t()).sqrt() * max(1.0, math.sqrt(H) / 4)
+    squares, steps = x.square() @ weight.square().t(), H
     if a.extra is not None:
         x2, weight2 = (z.reshape(-1, z.shape[-1]).to(stat).double() for z in a.extra)
-        size = size + (x2.square() @ weight2.square().t()).sqrt() * max(1.0, math.sqrt(x2.shape[1]) / 4)
+        squares, steps = squares + x2.square() @ weight2.square().t(), H + x2.shape[1]
+    # One chain of additions goes over both products, and errs like a random walk.
+    size = squares.sqrt() * max(1.0, math.sqrt(steps) / 4)
     if a.bias is not None:
         size = size + a.bias.to(stat).double().abs()
-    size = size + torch.finfo(stat).tiny * H  # products below the normal numbers
+    size = size + torch.finfo(stat).tiny * steps  # products below the normal numbers
     if a.weight.dtype == torch.bfloat16:
         # Dot products of AVX512-BF16 take operands and sums below the normal numbers for zero.
         size = size + torch.finfo(stat).tiny / torch.finfo(stat).eps * (
             H + x.abs().sum(1)[:, None] + weight.abs().sum(1)
         )
     return size
+
+
+def _one_nan(x: Tensor) -> Tensor:
+    """Torch's casts, which have the last word, leave NaNs other bits in vectors than past them."""
+    return x.masked_fill(x.isnan(), math.nan)
 
 
 @examples
@@ -170,7 +176,7 @@ def test_small_linear(case: SmallLinearCase) -> None:
     some = torch.randperm(n, generator=g)[: int(torch.randint(1, n + 1, (), generator=g))] if n else None
 
     def run(a: SmallLinearInputs = a, out_dtype: torch.dtype | None = out_dtype) -> tuple[Tensor]:
-        return (small_linear(a.x, a.weight, a.bias, extra=a.extra, out_dtype=out_dtype),)
+        return (_one_nan(small_linear(a.x, a.weight, a.bias, extra=a.extra, out_dtype=out_dtype)),)
 
     for path, (got,) in on_every_path("small_linear", run):
         assert got.shape == (*case.shape, case.V), path
@@ -178,9 +184,7 @@ def test_small_linear(case: SmallLinearCase) -> None:
         got = got.reshape(n, case.V)
         sums = run(out_dtype=stat)[0].reshape(n, case.V)
         judge(path, sums, exact, near, unavoidable)
-        once = sums.to(got.dtype)
-        assert same_bits(got.nan_to_num(7.0), once.nan_to_num(7.0)), f"{path}: not rounded once"
-        assert torch.equal(got.isnan(), once.isnan()), f"{path}: NaN lost or made by rounding"
+        assert same_bits(got, _one_nan(sums.to(got.dtype))), f"{path}: not rounded once"
         if some is not None and not path.endswith("eager"):
             alone = run(a.some(some))[0]
             assert same_bits(alone, got[some]), f"{path}: a row depends on the others"
