@@ -55,6 +55,7 @@ class SampleCase:
     max_kept: int = 1024
     return_entropy: bool = True
     nan_row: bool = False
+    alone: int = 1  # rows that are drawn once more without the others
     seed: int = 0
 
     @property
@@ -120,7 +121,11 @@ def sample_cases(draw: Any) -> SampleCase:
     B, H, V = draw(head_sizes())
     B = B if draw(st.integers(0, 30)) else 0
     counts = st.one_of(st.integers(1, 5), st.sampled_from([8, 16, 17, 50, 64, 200, 1000, V, max(1, V - 1)]))
-    top_k = draw(st.one_of(st.none(), counts))
+    cut = draw(st.sampled_from(["none", "none", "top_k", "top_p", "both"]))
+    top_k = draw(counts) if cut in ("top_k", "both") else None
+    top_p = draw(st.sampled_from([0.5, 0.25, 0.75, 0.5, 0.9, 0.999, 1e-9, 0.1])) if cut in ("top_p", "both") else None
+    logits = draw(st.sampled_from(["whole", "whole", "few", "equal", "equal", "normal", "normal", "flat", "peaked"]))
+    equal = logits == "equal"  # all of them: a share of half may end exactly with a token
     max_kept = draw(st.one_of(st.just(1024), counts))
     return SampleCase(
         B=B,
@@ -128,18 +133,19 @@ def sample_cases(draw: Any) -> SampleCase:
         V=V,
         dtype=draw(st.sampled_from(DTYPES)),
         hidden_dtype=draw(st.sampled_from([None, None, None, "float32", "bfloat16"])),
-        logits=draw(st.sampled_from(["whole", "whole", "few", "equal", "normal", "normal", "flat", "peaked"])),
+        logits=logits,
         layout=draw(st.sampled_from(LAYOUTS)),
         weight_layout=draw(st.sampled_from(LAYOUTS)),
-        bias=draw(st.sampled_from(["none", "none", "whole", "normal", "banned"])),
-        softcap=draw(st.sampled_from([None, None, None, 4.0, 30.0])),
+        bias=draw(st.sampled_from(["none", "banned"] if equal else ["none", "none", "whole", "normal", "banned"])),
+        softcap=None if equal else draw(st.sampled_from([None, None, None, 4.0, 30.0])),
         logit_scale=draw(st.sampled_from([1.0, 1.0, *_EXACT_SCALES, 2.0])),
         temperature=draw(st.sampled_from(["zero", "some zero", *TEMPERATURES[:-1], "extreme"])),
         top_k=top_k,
-        top_p=draw(st.sampled_from([None, None, 1.0, 0.9, 0.5, 0.25, 0.75, 0.999, 1e-9, 0.1])),
+        top_p=draw(st.sampled_from([None, 1.0])) if top_p is None else top_p,
         max_kept=max_kept if top_k is None else max(max_kept, min(top_k, V)),
         return_entropy=draw(st.booleans()),
         nan_row=draw(st.integers(0, 19)) == 19,
+        alone=draw(st.sampled_from([1, 2, 3, 17, 33])),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -239,8 +245,7 @@ def test_linear_sample(case: SampleCase) -> None:
     whole = torch.ones(case.B, case.V, dtype=torch.bool)
     near = rows.logits_in(rows.stat) / rows.temperature.to(rows.stat)
     nothing = torch.zeros(case.B, dtype=torch.float64)
-    g = generator(case.seed + 1)
-    some = torch.randperm(case.B, generator=g)[: int(torch.randint(1, case.B + 1, (), generator=g))] if case.B else None
+    some = torch.randperm(case.B, generator=generator(case.seed + 1))[: case.alone]
 
     def run(a: SampleInputs = a) -> tuple[Tensor, ...]:
         return linear_sample(
@@ -278,7 +283,7 @@ def test_linear_sample(case: SampleCase) -> None:
             entropy = got[2]
             judge(f"{path}: entropy", entropy, exact.entropy, yardstick.entropy, unavoidable)
             assert not (entropy < 0).any(), f"{path}: an entropy below 0"
-        if some is None or path.endswith("eager"):
+        if not case.B or path.endswith("eager"):
             continue
         temperature = a.temperature
         if isinstance(temperature, Tensor):
