@@ -130,8 +130,9 @@ def _attention(case: AttentionCase, a: AttentionInputs, dtype: torch.dtype) -> t
         error = (query.square() @ key.square().transpose(1, 2)).sqrt() * max(1.0, math.sqrt(case.size) / 4) * scale
         error = error + scores.abs()
         if case.softcap is not None:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-            error = error.clamp(max=2 * case.softcap) + 2 * scores.abs()
+            capped = torch.tanh(scores / case.softcap)
+            scores = case.softcap * capped
+            error = error * (1 - capped.square()) + 2 * scores.abs()
         weights = scores.softmax(-1)
         # The largest score is taken off; errors of scores are relative ones of weights, and of their sum.
         error = error + scores.abs() + scores.abs().amax(-1, keepdim=True) + 2
@@ -139,7 +140,7 @@ def _attention(case: AttentionCase, a: AttentionInputs, dtype: torch.dtype) -> t
         chains = max(1.0, math.sqrt(min(int(seen.sum()), 256)) / 4)
         results[0, i] = (weights @ value).view(-1, case.value_size)
         results[1, i] = ((weights * (error + chains)) @ value.abs()).view(-1, case.value_size)
-        # A weight below the normal numbers is cut off.
+        # A weight below float32's normal numbers is cut off; those end at 1e-31 of its epsilon.
         results[1, i] += (value.abs().sum(1) * 1e-30).repeat_interleave(case.group, 0)
     return results[0], results[1]
 

@@ -62,9 +62,8 @@ class SmallLinearInputs(NamedTuple):
 
     def some(self, rows: Tensor) -> SmallLinearInputs:
         """Rows of x and extra alone, in memory of their own: x is [rows, H]."""
-        pick = lambda y: y.reshape(-1, y.shape[-1])[rows]  # noqa: E731
-        extra = None if self.extra is None else (pick(self.extra[0]), self.extra[1])
-        return self._replace(x=pick(self.x), extra=extra)
+        x, *x2 = (y.reshape(-1, y.shape[-1])[rows] for y in (self.x, *(self.extra or ())[:1]))
+        return self._replace(x=x, extra=(x2[0], self.extra[1]) if self.extra else None)
 
 
 def small_linear_inputs(case: SmallLinearCase) -> SmallLinearInputs:
