@@ -87,7 +87,7 @@ sanitize: $(STAMP)-dev
 	python=$$(realpath -s $(BIN)/python) && cd $(SANITIZED)/lib && \
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(SANITIZED)/lib \
 	OMP_NUM_THREADS=1 PPO_FAST_REQUIRE_EXT=1 $$python -m pytest -q -s -c $(CURDIR)/pyproject.toml \
-		--rootdir $(CURDIR) $(CURDIR)/tests/fuzz/test_properties.py \
+		--rootdir $(CURDIR) $(CURDIR)/tests/fuzz \
 		$(patsubst %,$(CURDIR)/tests/ops/test_%.py,cpp kept small_linear lora_linear linear_inputs gae whiten linear_sample \
 			decode_attention)
 

@@ -84,11 +84,11 @@ def _eager(
         seen &= columns >= lengths[:, None] - window
     seen = seen[:, None, :, None]
     keys, values = (x.to(dtype).masked_fill(~seen, 0.0) for x in (key, value))
-    scores = query.reshape(n, key.shape[1], -1, size).to(dtype) @ keys.transpose(2, 3) * scale
+    scores = query.reshape(n, key.shape[1], heads // key.shape[1], size).to(dtype) @ keys.transpose(2, 3) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen.transpose(2, 3), -torch.inf).softmax(-1)
-    return (weights @ values).reshape(n, heads, -1).to(query.dtype)
+    return (weights @ values).reshape(n, heads, value.shape[3]).to(query.dtype)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *_: float) -> Tensor:

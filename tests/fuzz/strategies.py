@@ -118,6 +118,11 @@ def draw_temperature(kind: str, shape: tuple[int, ...], g: torch.Generator) -> f
     }[kind]
 
 
+def temperatures(temperature: float | Tensor, stat: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """One a token, as the op computes with it."""
+    return torch.as_tensor(temperature, dtype=stat).expand(shape)
+
+
 # -------------------------------------------------------------------------------------------------------------- logits
 
 
@@ -193,7 +198,7 @@ def logits_inputs(case: LogitsCase) -> LogitsInputs:
 
 
 @st.composite
-def _shape(draw: Any, count: int) -> tuple[int, ...]:
+def leading_shape(draw: Any, count: int) -> tuple[int, ...]:
     """A shape of 0 to 4 dimensions with ``count`` elements, or with none at all."""
     if count == 1 and draw(st.booleans()):
         return draw(st.sampled_from([(), (1,), (1, 1), (1, 1, 1)]))
@@ -214,7 +219,7 @@ def logits_cases(draw: Any, layouts: tuple[str, ...] = LAYOUTS) -> LogitsCase:
     )
     count = draw(st.sampled_from([n for n in _COUNTS if n * V <= 70_000]))
     return LogitsCase(
-        shape=draw(_shape(count)),
+        shape=draw(leading_shape(count)),
         V=V,
         dtype=draw(st.sampled_from(DTYPES)),
         layout=draw(st.sampled_from(layouts)),
@@ -319,12 +324,19 @@ def linear_inputs(case: LinearCase) -> LinearInputs:
 
 
 @st.composite
-def linear_cases(draw: Any, matrix: bool = False, nan_rows: bool = False) -> LinearCase:
-    """``matrix``: token_ids are [B, T]."""
+def head_sizes(draw: Any) -> tuple[int, int, int]:
+    """Rows, hidden size, vocabulary."""
     V = draw(st.one_of(st.integers(1, 70), st.sampled_from(_VOCABULARIES)))
     count = draw(st.sampled_from([n for n in _COUNTS if n * V <= 50_000]))
     H = draw(st.sampled_from([h for h in _HIDDEN_SIZES if count * V * h <= 2_000_000 and V * h <= 300_000]))
-    shape = draw(_shape(count))
+    return count, H, V
+
+
+@st.composite
+def linear_cases(draw: Any, matrix: bool = False, nan_rows: bool = False) -> LinearCase:
+    """``matrix``: token_ids are [B, T]."""
+    count, H, V = draw(head_sizes())
+    shape = draw(leading_shape(count))
     if matrix:
         shape = (1, count) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     dtype = draw(st.sampled_from(DTYPES))
