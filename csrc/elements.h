@@ -32,11 +32,14 @@ struct Bf16Pair {  // two neighbours along the dimension that is summed over
 // Tokens to a panel, at most: two vectors of 16 lanes. Narrower instruction sets have narrower panels.
 constexpr int kMaxPanel = 32;
 
-// Memory that will be needed soon: `lines` cache lines of it are fetched with every 16 steps of a product.
+// Memory that will be needed soon: `lines` cache lines of it are fetched with every 16 steps of a product. With a gap it
+// is a column of strips, `pitch` bytes from one to the next, of which the first ends at `strip_end`.
 struct Ahead {
   const char* next;
   const char* end;
   int64_t lines;
+  int64_t gap = 0, pitch = 0;
+  const char* strip_end = nullptr;
 };
 
 }  // namespace ppo_fast

@@ -7,7 +7,8 @@
 // right operand's features into panels, [depth][lane], two vectors of features wide (one, where there are no more) and
 // as many as stay in the second-level cache; the adapter's operand lies behind the weight's in the same panel, so that
 // its product goes on in the same accumulators. Then 12 rows of the left operand at a time, read in place, meet all
-// panels, in the register tile of multiply.h. Right operands may lie either way round.
+// panels, in the register tile of multiply.h, while the weight of the next piece is fetched. Right operands may lie
+// either way round.
 //
 // Numerics. float32 accumulators, chains of additions cut after 256. What a row gets depends neither on the other rows
 // nor on the number of threads.
@@ -76,6 +77,19 @@ class InPlace {
   std::optional<Buffer<float>> copy_;
 };
 
+// Rows [first, last) of a weight, to be fetched in `steps` steps.
+Ahead fetched(const Matrix& weight, int64_t first, int64_t last, int64_t steps) {
+  const auto at = [&](int64_t row, int64_t column) {
+    return reinterpret_cast<const char*>(weight.memory + row * weight.row + column * weight.column);
+  };
+  const char *begin = at(first, 0), *end = at(last - 1, weight.columns - 1) + sizeof(float);
+  if (weight.row != 1) return {begin, end, ceil_div(ceil_div(end - begin, 64), steps)};
+  const int64_t strip = (last - first) * static_cast<int64_t>(sizeof(float));
+  const int64_t pitch = weight.column * static_cast<int64_t>(sizeof(float));
+  const int64_t lines = weight.columns * (strip / 64 + 1);
+  return {begin, end, ceil_div(lines, steps), pitch - strip, pitch, begin + strip};
+}
+
 // out [rows of x][rows of weight] = x @ weight.T + down @ up.T + bias; `down` and `up` null for none.
 void product(const Matrix& x_, const Matrix& weight, const float* bias, const Matrix* down_, const Matrix* up,
              float* out) {
@@ -97,13 +111,15 @@ void product(const Matrix& x_, const Matrix& weight, const float* bias, const Ma
   const int64_t bands = std::clamp<int64_t>(available / groups, 1, ceil_div(n, kLeastRows));
   const int64_t threads = std::min(available, groups * bands), most = ceil_div(panels, groups);
   Buffer<float> packed(threads * most * panel);
+  const auto begins = [&](int64_t group) { return std::min(features, group * panels / groups * lanes); };
+  const int64_t steps = ceil_div(n / bands, 12) * most * ceil_div(depth, 16);
   Queue queue(groups * bands);
   on_threads(threads, [&](int64_t thread) {
     float* const own = packed.get() + thread * most * panel;
-    for (int64_t piece = queue.take(); queue.holds(piece); piece = queue.take()) {
+    for (int64_t piece = queue.take(), following; queue.holds(piece); piece = following) {
+      following = queue.take();
       const int64_t group = piece / bands, band = piece % bands;
-      const int64_t first = group * panels / groups * lanes, begin = band * n / bands;
-      const int64_t last = std::min(features, (group + 1) * panels / groups * lanes);
+      const int64_t first = begins(group), last = begins(group + 1), begin = band * n / bands;
       for (int64_t f = first; f < last; f += lanes) {
         float* const to = own + (f - first) / lanes * panel;
         const int64_t count = std::min(lanes, last - f);
@@ -125,7 +141,10 @@ void product(const Matrix& x_, const Matrix& weight, const float* bias, const Ma
       job.features = last - first;
       job.out = out + begin * features + first;
       job.out_row = features;
-      run(job);
+      const int64_t next = following / bands;
+      Ahead ahead{nullptr, nullptr, 0};
+      if (queue.holds(following) && next != group) ahead = fetched(weight, begins(next), begins(next + 1), steps);
+      run(job, ahead);
     }
   });
 }

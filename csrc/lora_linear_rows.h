@@ -86,18 +86,15 @@ template <int MR, int NV> PPO_FAST_FN void lora_tile(const LoraRows& a, int64_t 
   }
 }
 
-// Rows meet all panels one after the other, while the rows after them are fetched.
+// Rows meet all panels one after the other.
 template <int NV> struct LoraTiles {
   const LoraRows& a;
+  Ahead& ahead;
   template <int MR> PPO_FAST_METHOD void tile(int64_t row) const {
-    const int64_t left = a.rows - row - MR, next = left < MR ? left : MR;
-    const char* from = reinterpret_cast<const char*>(a.x + (row + MR) * a.x_row);
-    const int64_t bytes = next * a.x_row * static_cast<int64_t>(sizeof(float));
-    const int64_t steps = (a.features + NV * W - 1) / (NV * W) * ((a.depth + 15) / 16);
-    const bool dense = a.x_row < 2 * a.depth;  // else most of what is fetched would be of no use
-    Ahead ahead{from, dense ? from + bytes : from, (bytes / 64 + steps) / steps};
     for (int64_t f = 0; f < a.features; f += NV * W) lora_tile<MR, NV>(a, row, f, ahead);
   }
 };
 
-template <int NV> static void lora_rows(const LoraRows& a) { over_rows<NV>(a.rows, LoraTiles<NV>{a}); }
+template <int NV> static void lora_rows(const LoraRows& a, Ahead& ahead) {
+  over_rows<NV>(a.rows, LoraTiles<NV>{a, ahead});
+}
