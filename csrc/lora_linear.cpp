@@ -7,8 +7,8 @@
 // right operand's features into panels, [depth][lane], two vectors of features wide (one, where there are no more) and
 // as many as stay in the second-level cache; the adapter's operand lies behind the weight's in the same panel, so that
 // its product goes on in the same accumulators. Then 12 rows of the left operand at a time, read in place, meet all
-// panels, in the register tile of multiply.h, while the weight of the next piece is fetched. Right operands may lie
-// either way round.
+// panels, in the register tile of multiply.h, while the next rows and the weight of the next piece are fetched. Right
+// operands may lie either way round.
 //
 // Numerics. float32 accumulators, chains of additions cut after 256. What a row gets depends neither on the other rows
 // nor on the number of threads.
@@ -112,12 +112,11 @@ void product(const Matrix& x_, const Matrix& weight, const float* bias, const Ma
   const int64_t threads = std::min(available, groups * bands), most = ceil_div(panels, groups);
   Buffer<float> packed(threads * most * panel);
   const auto begins = [&](int64_t group) { return std::min(features, group * panels / groups * lanes); };
-  const int64_t steps = ceil_div(n / bands, 12) * most * ceil_div(depth, 16);
+  const int64_t steps = ceil_div(n / bands, 12) * std::max<int64_t>(most - 1, 1) * ceil_div(depth, 16);
   Queue queue(groups * bands);
   on_threads(threads, [&](int64_t thread) {
     float* const own = packed.get() + thread * most * panel;
-    for (int64_t piece = queue.take(), following; queue.holds(piece); piece = following) {
-      following = queue.take();
+    for (int64_t piece = queue.take(); queue.holds(piece); piece = queue.take()) {
       const int64_t group = piece / bands, band = piece % bands;
       const int64_t first = begins(group), last = begins(group + 1), begin = band * n / bands;
       for (int64_t f = first; f < last; f += lanes) {
@@ -141,9 +140,10 @@ void product(const Matrix& x_, const Matrix& weight, const float* bias, const Ma
       job.features = last - first;
       job.out = out + begin * features + first;
       job.out_row = features;
-      const int64_t next = following / bands;
+      // Not the piece that the queue would give: there may be no more than one for each thread.
+      const int64_t next = (piece + threads) / bands;
       Ahead ahead{nullptr, nullptr, 0};
-      if (queue.holds(following) && next != group) ahead = fetched(weight, begins(next), begins(next + 1), steps);
+      if (next < groups && next != group) ahead = fetched(weight, begins(next), begins(next + 1), steps);
       run(job, ahead);
     }
   });

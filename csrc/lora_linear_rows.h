@@ -86,12 +86,18 @@ template <int MR, int NV> PPO_FAST_FN void lora_tile(const LoraRows& a, int64_t 
   }
 }
 
-// Rows meet all panels one after the other.
+// Rows meet all panels one after the other; with the first the rows after them are fetched, with the others what is
+// `ahead`.
 template <int NV> struct LoraTiles {
   const LoraRows& a;
   Ahead& ahead;
   template <int MR> PPO_FAST_METHOD void tile(int64_t row) const {
-    for (int64_t f = 0; f < a.features; f += NV * W) lora_tile<MR, NV>(a, row, f, ahead);
+    const int64_t left = a.rows - row - MR, next = left < MR ? left : MR;
+    const char* from = reinterpret_cast<const char*>(a.x + (row + MR) * a.x_row);
+    const int64_t bytes = next * a.x_row * static_cast<int64_t>(sizeof(float)), steps = (a.depth + 15) / 16;
+    const bool dense = a.x_row < 2 * a.depth;  // else most of what is fetched would be of no use
+    Ahead rows{from, dense ? from + bytes : from, (bytes / 64 + steps) / steps};
+    for (int64_t f = 0; f < a.features; f += NV * W) lora_tile<MR, NV>(a, row, f, f == 0 ? rows : ahead);
   }
 };
 
