@@ -32,7 +32,8 @@ def lora_linear(
 ) -> Tensor:  # [..., out]
     """``x W^T + bias + scaling * (x A^T) B^T`` over frozen W and bias: LoRA, arXiv:2106.09685, Eq. 3.
 
-    Gradients go to ``x``, ``lora_a`` and ``lora_b``. Without an adapter it is the frozen layer alone.
+    Gradients go to ``x``, ``lora_a`` and ``lora_b``. Without an adapter it is the frozen layer alone. Under autocast
+    x, weight and bias are cast to its dtype, as for ``nn.Linear``.
 
     Args:
         x: ``[..., in]`` float32, bfloat16, float16 or float64.
@@ -61,11 +62,14 @@ def lora_linear(
         raise ValueError(f"x must have the shape [..., in] with in = {in_features}, got {list(x.shape)}")
     if x.device != weight.device:
         raise ValueError(f"x must be on the device of weight, {weight.device}, got {x.device}")
-    frozen = {"weight": weight}
     if bias is not None:
         check_float_tensor("bias", bias)
         check_like("bias", bias, (out_features,), weight.device, "the rows of weight")
-        frozen["bias"] = bias = bias.contiguous()
+        bias = bias.contiguous()
+    if torch.is_autocast_enabled(x.device.type) and weight.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    frozen = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in frozen.items():
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
@@ -83,7 +87,8 @@ def lora_linear(
         check_like("lora_a", lora_a, lora_a.shape, weight.device, "weight")
         check_like("lora_b", lora_b, (out_features, len(lora_a)), weight.device, "weight and lora_a")
     check_number("scaling", scaling)
-    y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling))
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling))
     return y
 
 

@@ -267,6 +267,26 @@ def test_without_gradients(cpu_backend):
         assert torch.equal(got, expected)
 
 
+def test_autocast_is_that_of_a_linear_layer(cpu_backend):
+    """The product in autocast's dtype, gradients in that of each leaf; float64 is left alone."""
+    given, x = layer(40, 30, 2), torch.randn(7, 30)
+    leaves = [t.requires_grad_() for t in (x, given["lora_a"], given["lora_b"])]
+    cast = given | {name: given[name].bfloat16() for name in ("weight", "bias")}
+    upstream = torch.randn(7, 40).bfloat16()
+    expected = lora_linear(x.bfloat16(), **cast)
+    for given_x in (x, x.bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = lora_linear(given_x, **given)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, expected)
+        grads = [torch.autograd.grad(y, leaves, upstream, retain_graph=True) for y in (got, expected)]
+        assert all(torch.equal(one, other) and one.dtype == torch.float32 for one, other in zip(*grads, strict=True))
+    double = {name: t.detach().double() for name, t in given.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = lora_linear(x.detach().double(), **double)
+    assert torch.equal(got, lora_linear(x.detach().double(), **double))
+
+
 def test_a_second_backward_is_refused():
     given, x = layer(20, 12, 3), torch.randn(4, 12, requires_grad=True)
     (grad,) = torch.autograd.grad(lora_linear(x, **given).square().sum(), x, create_graph=True)
