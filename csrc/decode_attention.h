@@ -21,7 +21,7 @@ template <class T, class S> struct DecodeAttention {
   S scale, softcap;  // softcap 0 for none
   T* out;  // [n][key heads * group][value size]
   S* work;  // [n * key heads][work_size]
-  int64_t work_size, padded_size, padded_value_size, padded_columns;
+  int64_t work_size, padded_size, padded_columns;
 };
 
 // Longer than two vectors of any level, so that loops over whole vectors stay inside.
