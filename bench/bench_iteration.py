@@ -92,10 +92,10 @@ PARTS = {
     "ours-bf16": Part("ours, bf16", QWEN, BF16, ours, "plain-bf16", (speed(1.4),)),
     "trl": Part(f"TRL {TRL_VERSION}, SmolLM2", SMOLLM2, FP32, None),
     "ours-smollm2": Part(
-        "ours, SmolLM2, in micro-batches of 2",
+        "ours, SmolLM2, in micro-batches of 4",
         SMOLLM2,
         FP32,
-        partial(ours, micro_batch=2),
+        partial(ours, micro_batch=4),
         "trl",
         (speed(1.4), memory(0.3)),
     ),

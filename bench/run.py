@@ -22,6 +22,7 @@ import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_linear_token_loss
 import bench_lora_linear
+import bench_norms_and_gates
 import bench_ppo_loss
 import bench_scaling
 import bench_selected_logprobs
@@ -45,6 +46,7 @@ MEASURED = (
     bench_ppo_loss,
     bench_small_linear,
     bench_lora_linear,
+    bench_norms_and_gates,
     bench_linear_sample,
 )
 CASES = [*(case for module in MEASURED for case in module.CASES), *bench_scaling.CASES]

@@ -2,34 +2,6 @@
 #include "vec.h"
 #include "exp.h"
 
-PPO_FAST_FN float sum_of_lanes(vf x) {
-#if PPO_FAST_ISA == 2
-  return _mm512_reduce_add_ps(x);
-#else
-  for (int half = W / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  }
-  return x[0];
-#endif
-}
-PPO_FAST_FN double sum_of_lanes(double x) { return x; }
-
-// load2 and store2 of vectors that may end before: what is missing is zero.
-template <class T, class V> PPO_FAST_FN void load_rest(const T* p, int64_t left, V& a, V& b) {
-  constexpr int64_t step = 2 * lanes<V>;
-  if (left >= step) return load2(p, a, b);
-  alignas(64) unsigned char bytes[step * sizeof(T)] = {};
-  __builtin_memcpy(bytes, p, static_cast<size_t>(left) * sizeof(T));
-  load2(reinterpret_cast<const T*>(bytes), a, b);
-}
-template <class T, class V> PPO_FAST_FN void store_rest(T* p, int64_t left, V a, V b) {
-  constexpr int64_t step = 2 * lanes<V>;
-  if (left >= step) return store2<false>(p, a, b);
-  alignas(64) unsigned char bytes[step * sizeof(T)];
-  store2<false>(reinterpret_cast<T*>(bytes), a, b);
-  __builtin_memcpy(p, bytes, static_cast<size_t>(left) * sizeof(T));
-}
-
 // Columns whose weighted values are added up in one go: rounding errors don't grow with the length of a reply.
 constexpr int64_t kColumns = 256;
 

@@ -84,6 +84,19 @@ PPO_FAST_FN double sum_lanes(vf x) {
 }
 PPO_FAST_FN double sum_lanes(double x) { return x; }
 
+// Halves of the vector together.
+PPO_FAST_FN float sum_of_lanes(vf x) {
+#if PPO_FAST_ISA == 2
+  return _mm512_reduce_add_ps(x);
+#else
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+#endif
+}
+PPO_FAST_FN double sum_of_lanes(double x) { return x; }
+
 // A sum in double for each lane of V.
 template <class V> struct WideSum {  // float32 lanes: two vectors of half as many doubles
   vd low, high;
@@ -257,6 +270,22 @@ template <bool kStream> PPO_FAST_FN void store2(torch::headeronly::Half* p, vf a
 #else
   put<false>(p, float_to_half(a) | (float_to_half(b) << 16));
 #endif
+}
+
+// load2 and store2 of vectors that may end before: what is missing is zero.
+template <class T, class V> PPO_FAST_FN void load_rest(const T* p, int64_t left, V& a, V& b) {
+  constexpr int64_t step = 2 * lanes<V>;
+  if (left >= step) return load2(p, a, b);
+  alignas(64) unsigned char bytes[step * sizeof(T)] = {};
+  __builtin_memcpy(bytes, p, static_cast<size_t>(left) * sizeof(T));
+  load2(reinterpret_cast<const T*>(bytes), a, b);
+}
+template <class T, class V> PPO_FAST_FN void store_rest(T* p, int64_t left, V a, V b) {
+  constexpr int64_t step = 2 * lanes<V>;
+  if (left >= step) return store2<false>(p, a, b);
+  alignas(64) unsigned char bytes[step * sizeof(T)];
+  store2<false>(reinterpret_cast<T*>(bytes), a, b);
+  __builtin_memcpy(p, bytes, static_cast<size_t>(left) * sizeof(T));
 }
 
 // One vector of n <= lanes consecutive elements; lanes past n are zero.

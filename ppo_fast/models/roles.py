@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from ppo_fast.errors import UserError
 from ppo_fast.models.adapters import Adapters
 from ppo_fast.models.head import Head, check_head, head_of
+from ppo_fast.models.layers import fuse_layers
 from ppo_fast.models.loading import disable_dropout, load_model
-from ppo_fast.models.lora import fuse_adapters
 from ppo_fast.models.tokens import TokenBatch
 from ppo_fast.profiling import annotate
 
@@ -179,10 +179,10 @@ def build_roles(
             config = value_peft_config or _config_like(peft_model.peft_config[policy_adapter])
             _add_adapter(peft_model, VALUE, config)
         adapters = Adapters(peft_model, (policy_adapter, VALUE) if critic_is_adapter else (policy_adapter,))
-        fuse_adapters(peft_model)
     elif value_peft_config is not None:
         raise UserError("value_peft_config needs peft_config: a LoRA critic lives on the policy's base; set both")
     disable_dropout(base)  # the adapters' own too
+    fuse_layers(base)
 
     policy = Actor(base, adapters, policy_adapter)
     if ref_model == "none":
@@ -303,6 +303,7 @@ def _freeze_copy(model: PeftModel, name: str) -> None:
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     disable_dropout(model)
+    fuse_layers(model)
     return model.requires_grad_(False).eval()
 
 
@@ -369,6 +370,7 @@ def _critic_body(base: PreTrainedModel, value_model: PreTrainedModel | str | Non
     else:
         own = value_model
     disable_dropout(own)
+    fuse_layers(own)
     own.to(base.device).requires_grad_(True)
     vocabulary_head = own.get_output_embeddings()
     if vocabulary_head is not None and vocabulary_head.weight is not own.get_input_embeddings().weight:

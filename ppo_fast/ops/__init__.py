@@ -10,9 +10,11 @@ from ppo_fast.ops.linear_selected_logprobs import linear_selected_logprobs
 from ppo_fast.ops.linear_token_loss import linear_token_loss
 from ppo_fast.ops.lora_linear import lora_linear
 from ppo_fast.ops.ppo_loss import PPOStats, ppo_loss
+from ppo_fast.ops.rms_norm import rms_norm
 from ppo_fast.ops.selected_logprobs import selected_logprobs
 from ppo_fast.ops.shape_rewards import shape_rewards
 from ppo_fast.ops.small_linear import small_linear
+from ppo_fast.ops.swiglu import swiglu
 from ppo_fast.ops.value_loss import ValueStats, value_loss
 from ppo_fast.ops.whiten import masked_mean, whiten
 
@@ -30,9 +32,11 @@ __all__ = [
     "lora_linear",
     "masked_mean",
     "ppo_loss",
+    "rms_norm",
     "selected_logprobs",
     "shape_rewards",
     "small_linear",
+    "swiglu",
     "value_loss",
     "whiten",
 ]

@@ -3,7 +3,7 @@
 Composed of separate operations, the adapter's product, its multiple and the sum are three more tensors of the output's
 size. Here it goes on in the accumulators of the layer's own product, or is added to its result in place, and so is its
 share of the input's gradient. Kept for the backward pass are the input, which layers on the same input share, and
-``h = scaling * x A^T`` [N, r].
+``h = scaling * x A^T`` [N, r]; without an adapter, nothing.
 
 In float32 on a CPU all products run in a C++ kernel of our own: at the hundreds of rows of a training step it beats the
 vendor's GEMM, at the adapter's narrow matrices by far. 16-bit products are the vendor's, who is ahead there.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ppo_fast.ops._checks import check_float_tensor, check_like, check_number
+from ppo_fast.ops._checks import check_float_like, check_float_tensor, check_like, check_number
 from ppo_fast.ops._library import define
 
 
@@ -29,11 +29,15 @@ def lora_linear(
     *,
     bias: Tensor | None = None,  # [out]
     scaling: float = 1.0,
+    gate: Tensor | None = None,  # [..., in]
 ) -> Tensor:  # [..., out]
     """``x W^T + bias + scaling * (x A^T) B^T`` over frozen W and bias: LoRA, arXiv:2106.09685, Eq. 3.
 
-    Gradients go to ``x``, ``lora_a`` and ``lora_b``. Without an adapter it is the frozen layer alone. Under autocast
-    x, weight and bias are cast to its dtype, as for ``nn.Linear``.
+    Gradients go to ``x``, ``gate``, ``lora_a`` and ``lora_b``. Without an adapter it is the frozen layer alone. Under
+    autocast x, gate, weight and bias are cast to its dtype, as for ``nn.Linear``.
+
+    With a gate the layer's input is ``swiglu(gate, x)``: it is the last of a SwiGLU's three. That product is made anew
+    in the backward pass, not kept.
 
     Args:
         x: ``[..., in]`` float32, bfloat16, float16 or float64.
@@ -43,6 +47,7 @@ def lora_linear(
             gradients come in their own dtype.
         bias: ``[out]`` in the dtype of ``x``.
         scaling: of the adapter's product, ``lora_alpha / r`` as a rule.
+        gate: of the shape, dtype and device of ``x``.
 
     Returns:
         In the dtype of ``x``. The C++ kernel, which adds up in float32, gives a row the same bits whatever the other
@@ -66,9 +71,15 @@ def lora_linear(
         check_float_tensor("bias", bias)
         check_like("bias", bias, (out_features,), weight.device, "the rows of weight")
         bias = bias.contiguous()
+    if gate is not None:
+        check_float_like("gate", gate, x, "x")
+        gate, x = gate.contiguous(), x.contiguous()
     if torch.is_autocast_enabled(x.device.type) and weight.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        gate = None if gate is None else gate.to(dtype)
+    if gate is not None and gate.dtype != x.dtype:
+        raise TypeError(f"gate must have the dtype of x, {x.dtype}, got {gate.dtype}")
     frozen = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in frozen.items():
         if tensor.dtype != x.dtype:
@@ -88,38 +99,52 @@ def lora_linear(
         check_like("lora_b", lora_b, (out_features, len(lora_a)), weight.device, "weight and lora_a")
     check_number("scaling", scaling)
     with torch.autocast(x.device.type, enabled=False):
-        y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling))
+        y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling), gate)
     return y
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float,
+        gate: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         run = torch.ops.ppo_fast.lora_linear if x.dtype == torch.float32 else _eager
-        y, h = run(rows, weight, bias, _like(a, x), _like(b, x), scaling)
-        ctx.save_for_backward(x, weight, a, b, h)
-        ctx.scaling = scaling
+        y, h = run(_input(x, gate), weight, bias, _like(a, x), _like(b, x), scaling)
+        needs_x = gate is not None or ctx.needs_input_grad[3]
+        ctx.save_for_backward(x if needs_x else None, gate, weight, a, b, h)
+        ctx.shape, ctx.scaling = x.shape, scaling
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, h = ctx.saved_tensors
-        dy, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        want_x, _, _, want_a, want_b, _ = ctx.needs_input_grad
-        run = torch.ops.ppo_fast.lora_linear_backward if x.dtype == torch.float32 else _eager_backward
-        dx, da, db = run(dy, rows, weight, _like(a, x), _like(b, x), h, ctx.scaling, want_x, want_a, want_b)
+        x, gate, weight, a, b, h = ctx.saved_tensors
+        want_up, _, _, want_a, want_b, _, want_gate = ctx.needs_input_grad
+        want_x = want_up or want_gate
+        dy = grad.reshape(-1, grad.shape[-1])
+        rows = _input(x, gate) if want_a else dy.new_empty(1).expand(len(dy), ctx.shape[-1])  # which nothing looks at
+        run = torch.ops.ppo_fast.lora_linear_backward if grad.dtype == torch.float32 else _eager_backward
+        like = (_like(a, grad), _like(b, grad))
+        dx, da, db = run(dy, rows, weight, *like, h, ctx.scaling, want_x, want_a, want_b)
+        dx, d_gate = dx.view(ctx.shape) if want_x else None, None
+        if gate is not None and want_x:
+            d_gate, dx = torch.ops.ppo_fast.swiglu_backward(dx, gate, x)
         return (
-            dx.view(x.shape) if want_x else None,
+            dx if want_up else None,
             None,
             None,
             da.to(a.dtype) if want_a else None,
             db.to(b.dtype) if want_b else None,
             None,
+            d_gate if want_gate else None,
         )
+
+
+def _input(x: Tensor, gate: Tensor | None) -> Tensor:
+    """The layer's own input, [N, in]."""
+    x = x if gate is None else torch.ops.ppo_fast.swiglu(gate, x)
+    return x.reshape(-1, x.shape[-1])
 
 
 def _like(matrix: Tensor | None, x: Tensor) -> Tensor | None:

@@ -14,6 +14,8 @@ from ppo_fast.errors import UserError
 from ppo_fast.rollout.batch import MOST_KEPT
 from ppo_fast.rollout.vllm import LEAST_TEMPERATURE
 
+_FORWARD_TOKENS = 2048  # enough for a matrix product to be at its best
+
 SEEDS = 2**32
 """How many seeds there are: NumPy takes no larger ones, and set_seed gives it the same one."""
 
@@ -48,6 +50,7 @@ _POSITIVE_OR_NULL = (
     "total_episodes",
     "save_total_limit",
     "rollout_slots",
+    "local_rollout_forward_batch_size",
 )
 _CHOICES = {
     "objective": ("ppo", "cispo"),
@@ -110,6 +113,9 @@ class PPOConfig:
 
     per_device_train_batch_size: int = 8
     """Replies in one forward pass (a micro-batch)."""
+    local_rollout_forward_batch_size: int | None = None
+    """Replies in one pass without gradients, of the reference, the critic and reward models. None: as many as have 2048
+    tokens together, a micro-batch at least. With old_logprobs="rescored" a micro-batch, but for reward models."""
     gradient_accumulation_steps: int = 1
     """Replies of one iteration = per_device_train_batch_size * gradient_accumulation_steps."""
     num_mini_batches: int = 1
@@ -321,6 +327,12 @@ class PPOConfig:
     def micro_batch_size(self) -> int:
         """Replies of one forward and backward pass."""
         return min(self.per_device_train_batch_size, self.minibatch_size)
+
+    def forward_batch_size(self, tokens: int) -> int:
+        """Rows of ``tokens`` tokens each to a pass without gradients."""
+        if self.local_rollout_forward_batch_size is not None:
+            return self.local_rollout_forward_batch_size
+        return max(self.micro_batch_size, _FORWARD_TOKENS // max(1, tokens))
 
     def iterations(self, prompts: int) -> int:
         """Rollouts of the whole run over a dataset of ``prompts`` prompts."""

@@ -60,7 +60,7 @@ class Experience:
 
 
 def micro_batches(count: int, size: int, device: torch.device, start: int = 0) -> Iterator[Tensor]:
-    """Row indices ``start .. start + count`` in runs of ``size``: the same rows together in scoring and in training."""
+    """Row indices ``start .. start + count`` in runs of ``size``."""
     yield from torch.arange(start, start + count, device=device).split(size)
 
 
@@ -94,6 +94,9 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
     A body runs once for all that its states serve: a critic that is a head on the policy takes the states that its
     log-probs were made from. Bodies that differ by an adapter run one after the other: a micro-batch has hundreds of
     rows, at which a product of twice as many takes twice as long. Heads that are one matrix read it once.
+
+    Rescored log-probs are made from the very rows that training takes together, and so of equal bits; else as many rows
+    go together as are good for a pass without gradients.
     """
     shape = rollout.response_mask.shape
     device = rollout.token_ids.device
@@ -102,7 +105,8 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
     actors = {name: actor for name, actor in asked.items() if actor is not None}
     logprobs = {name: torch.zeros(shape, device=device) for name in actors}
     values, bootstrap = torch.zeros(shape, device=device), torch.zeros(shape[0], device=device)
-    for rows in micro_batches(shape[0], config.micro_batch_size, device):
+    together = config.micro_batch_size if rescored else config.forward_batch_size(rollout.token_ids.shape[1])
+    for rows in micro_batches(shape[0], together, device):
         batch = rollout.rows(rows)
         width = batch.response_mask.shape[1]
         states = {}

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_fast.errors import UserError
+from ppo_fast.models.layers import fuse_layers
 from ppo_fast.models.loading import disable_dropout, load_model, load_tokenizer
 from ppo_fast.training.data import Chat, Prompt
 
@@ -104,10 +105,17 @@ class RewardFunctions:
 
 
 class RewardModel:
-    """A sequence classifier with one label as a reward function: its logit on prompt and reply."""
+    """A sequence classifier with one label as a reward function: its logit on prompt and reply.
+
+    ``batch_size`` says how many texts of a length in tokens go together.
+    """
 
     def __init__(
-        self, model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device
+        self,
+        model: PreTrainedModel | str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        batch_size: Callable[[int], int],
     ) -> None:
         if isinstance(model, str):
             path, self._model = model, load_model(model, auto_class=AutoModelForSequenceClassification)
@@ -119,15 +127,21 @@ class RewardModel:
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model.config.use_cache = False  # of keys and values, which nobody would read
         disable_dropout(self._model)
+        fuse_layers(self._model)
         self._model.requires_grad_(False).eval().to(device)
+        self._batch_size = batch_size
         self.__name__ = path.rstrip("/").split("/")[-1] or type(self._model).__name__
 
     @torch.no_grad()
     def __call__(self, prompts: list[str | Chat], completions: list[str | Chat], **_: Any) -> list[float | None]:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         batch = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        return self._model(**batch.to(self._model.device)).logits[:, 0].float().tolist()
+        batch = batch.to(self._model.device)
+        together = self._batch_size(batch["input_ids"].shape[1])
+        parts = [{name: rows[i : i + together] for name, rows in batch.items()} for i in range(0, len(texts), together)]
+        return torch.cat([self._model(**part).logits[:, 0].float() for part in parts]).tolist()
 
     def _text(self, prompt: str | Chat, completion: str | Chat) -> str:
         if isinstance(prompt, str) and isinstance(completion, str):

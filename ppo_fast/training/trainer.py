@@ -420,7 +420,7 @@ class PPOTrainer:
         functions: list[RewardFunction] = []
         for reward, tokenizer in zip(given, tokenizers, strict=True):
             if isinstance(reward, (str, PreTrainedModel)):
-                functions.append(RewardModel(reward, tokenizer, self.accelerator.device))
+                functions.append(RewardModel(reward, tokenizer, self.accelerator.device, self.args.forward_batch_size))
             elif callable(reward):
                 functions.append(reward)
             else:

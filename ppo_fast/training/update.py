@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from ppo_fast.ops.value_loss import ValueStats
 from ppo_fast.profiling import annotate
 from ppo_fast.training.config import PPOConfig
 from ppo_fast.training.experience import Experience, Progress, micro_batches
-from ppo_fast.training.heap import return_freed_memory
+from ppo_fast.training.heap import gradients_before_graphs, return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,23 @@ def _gradients(
     }[config.aggregation]
     minibatch = UpdateStats()
     log_ratios = torch.zeros(live.shape, device=live.device)
-    for rows in micro_batches(config.minibatch_size, config.micro_batch_size, live.device, start):
-        batch = experience.rows(rows)
-        policy, value = _backward(roles, batch, normalizer, kl_coef, config)
-        minibatch.add(policy, value)
-        assert policy.log_ratios is not None  # of linear_ppo_loss
-        log_ratios[rows - start, : batch.mask.shape[1]] = policy.log_ratios.float()
-        progress(int(batch.rollout.response_mask.sum()))
+    with _gradients_kept(roles, live.device):
+        for rows in micro_batches(config.minibatch_size, config.micro_batch_size, live.device, start):
+            batch = experience.rows(rows)
+            policy, value = _backward(roles, batch, normalizer, kl_coef, config)
+            minibatch.add(policy, value)
+            assert policy.log_ratios is not None  # of linear_ppo_loss
+            log_ratios[rows - start, : batch.mask.shape[1]] = policy.log_ratios.float()
+            progress(int(batch.rollout.response_mask.sum()))
     assert minibatch.policy is not None
     assert minibatch.value is not None
     return minibatch.policy, minibatch.value, log_ratios
+
+
+def _gradients_kept(roles: Roles, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if roles.adapters is None or device.type != "cpu":
+        return contextlib.nullcontext()
+    return gradients_before_graphs([*roles.policy_parameters.values(), *roles.value_parameters.values()])
 
 
 def _backward(

@@ -13,6 +13,7 @@ import bench_linear_ppo_loss
 import bench_linear_sample
 import bench_linear_selected_logprobs
 import bench_lora_linear
+import bench_norms_and_gates
 import bench_ppo_loss
 import bench_rollout
 import bench_selected_logprobs
@@ -232,6 +233,8 @@ def tiny_cases(monkeypatch):
     yield bench_small_linear.case(40, 70, BF16)
     for dtype in (FP32, BF16):
         yield bench_lora_linear.case(24, 40, 70, dtype)
+        for op in ("swiglu", "rms_norm"):
+            yield bench_norms_and_gates.case(op, 24, 40, dtype)
     yield bench_linear_sample.case(FP32, 3, 3000, 32)
 
 

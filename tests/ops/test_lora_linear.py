@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import linear
 
-from ppo_fast.ops import backends, lora_linear
+from ppo_fast.ops import backends, lora_linear, swiglu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Rows, features, depth and rank: whole tiles and panels, one more and one less, single ones, long chains.
@@ -125,6 +125,83 @@ def test_leading_dimensions(cpu_backend, shape):
     assert x.grad.shape == x.shape
 
 
+# ----------------------------------------------------------------------------------------------- a SwiGLU's last layer
+
+
+def of_gate(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    return lora_linear(x, weight, a, b, bias=bias, scaling=0.6, gate=gate)
+
+
+def of_product(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    return lora_linear(swiglu(gate, x), weight, a, b, bias=bias, scaling=0.6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asked", [(True,) * 4, *([i == k for i in range(4)] for k in range(4))])
+def test_a_gate_is_the_product_before(cpu_backend, dtype, asked):
+    """To the bit, in value and in every gradient, whichever are asked for."""
+    given, upstream = layer(70, 130, 16, dtype), torch.randn(3, 7, 70).to(dtype)
+    inputs = [torch.randn(3, 7, 130).to(dtype), given["lora_a"], given["lora_b"], torch.randn(3, 7, 130).to(dtype)]
+
+    def run(function) -> list[Tensor]:
+        x, a, b, gate = (t.clone().requires_grad_(on) for t, on in zip(inputs, asked, strict=True))
+        y = function(x, given["weight"], a, b, gate, given["bias"])
+        leaves = [t for t in (x, a, b, gate) if t.requires_grad]
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    ours, theirs = run(of_gate), run(of_product)
+    assert len(ours) == 1 + sum(asked)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_gate_without_an_adapter(cpu_backend):
+    given = layer(20, 12, 3)
+    x, gate = (torch.randn(5, 12, requires_grad=True) for _ in range(2))
+    ours, theirs = lora_linear(x, given["weight"], gate=gate), lora_linear(swiglu(gate, x), given["weight"])
+    assert torch.equal(ours, theirs)
+    for got, expected in zip(*(torch.autograd.grad(y.sum(), (x, gate)) for y in (ours, theirs)), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_gradcheck_of_a_gate(cpu_backend):
+    x, weight, a, b = (torch.randn(*s, dtype=torch.float64) for s in ((5, 7), (6, 7), (3, 7), (6, 3)))
+    leaves = [t.requires_grad_() for t in (x, torch.randn(5, 7, dtype=torch.float64), a, b)]
+    assert torch.autograd.gradcheck(lambda x, gate, a, b: lora_linear(x, weight, a, b, gate=gate), leaves)
+
+
+def test_a_gate_is_kept_and_the_product_is_not():
+    given = layer(20, 12, 3)
+    x, gate = (torch.randn(100, 12, requires_grad=True) for _ in range(2))
+    own, kept = {t.data_ptr() for t in given.values()}, {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        lora_linear(x, **given, gate=gate)
+    assert sum(t.numel() for pointer, t in kept.items() if pointer not in own) == 100 * (12 + 12 + 3)
+
+
+def test_a_gate_that_doesnt_fit():
+    given, x = layer(20, 12, 3), torch.randn(5, 12)
+    with pytest.raises(ValueError, match=r"gate must have the shape of x, \[5, 12\], got \[12\]"):
+        lora_linear(x, **given, gate=x[0])
+    with pytest.raises(TypeError, match=r"gate must have the dtype of x, torch.float32, got torch.float64"):
+        lora_linear(x, **given, gate=x.double())
+
+
+def test_a_gate_under_autocast(cpu_backend):
+    given, x, gate = layer(20, 12, 3), torch.randn(5, 12), torch.randn(5, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = lora_linear(x, **given, gate=gate)
+    cast = {name: given[name].bfloat16() for name in ("weight", "bias")}
+    assert torch.equal(got, lora_linear(x.bfloat16(), **given | cast, gate=gate.bfloat16()))
+
+
+def test_without_an_adapter_nothing_is_kept():
+    given, x, kept = layer(20, 12, 3), torch.randn(100, 12, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = lora_linear(x, given["weight"])
+    assert all(t.data_ptr() == given["weight"].data_ptr() or t.numel() == 0 for t in kept)
+    assert torch.allclose(torch.autograd.grad(y.sum(), x)[0], given["weight"].sum(0).expand(100, 12), atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------- bits of the C++ path
 
 
@@ -214,6 +291,7 @@ def test_every_path_is_named(cpu_backend):
 
 def test_backward_keeps_the_input_and_the_narrow_product():
     given, x = layer(20, 12, 3), torch.randn(100, 12, requires_grad=True)
+    given["lora_a"].requires_grad_()  # else the input isn't kept either
     own = {t.data_ptr() for t in given.values()}
     kept: dict[int, int] = {}
 

@@ -14,6 +14,12 @@ def test_sizes_follow_from_batch_settings():
     assert config(per_device_train_batch_size=8, num_mini_batches=4).micro_batch_size == 2
 
 
+def test_rows_of_a_pass_without_gradients():
+    made = config(per_device_train_batch_size=4)
+    assert [made.forward_batch_size(tokens) for tokens in (1, 128, 500, 5000)] == [2048, 16, 4, 4]
+    assert config(local_rollout_forward_batch_size=3).forward_batch_size(5000) == 3
+
+
 def test_iterations_from_episodes_or_epochs():
     assert config(total_episodes=64, per_device_train_batch_size=16).iterations(prompts=10) == 4
     assert config(num_train_epochs=2.0, per_device_train_batch_size=16).iterations(prompts=40) == 5
@@ -51,6 +57,7 @@ def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
         ({"min_new_tokens": 9, "response_length": 8}, "min_new_tokens is 9 and a reply has response_length = 8 tokens"),
         ({"min_new_tokens": 1, "aggregation": "sequence_mean"}, "min_new_tokens doesn't go with aggregation"),
         ({"num_ppo_epochs": 0}, "num_ppo_epochs is 0; it must be at least 1"),
+        ({"local_rollout_forward_batch_size": 0}, "local_rollout_forward_batch_size is 0; it must be above 0"),
         ({"missing_eos_penalty": 1.0, "missing_eos_score": -1.0}, "both set"),
         ({"truncation": "bootstrap", "missing_eos_penalty": 1.0}, "bootstrap"),
         ({"total_episodes": 0}, "total_episodes is 0"),

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ppo_fast.training.heap import return_freed_memory
+from ppo_fast.training.heap import gradients_before_graphs, return_freed_memory
 
 
 def resident() -> int:
@@ -56,3 +56,28 @@ def test_what_a_phase_leaves_in_the_heap_goes_back():
     return_freed_memory()
     assert before - resident() > 8192 * size * 3 // 4
     assert all(bool((x == 1).all()) for x in kept)
+
+
+def test_gradients_lie_where_they_are_from_the_start_or_not_at_all():
+    used, unused, frozen, earlier = (torch.nn.Parameter(torch.ones(3)) for _ in range(4))
+    frozen.requires_grad_(False)
+    earlier.grad = before = torch.full((3,), 5.0)
+    with gradients_before_graphs([used, unused, frozen, earlier]):
+        place = used.grad.data_ptr()
+        assert not used.grad.any()
+        for _ in range(2):
+            (2 * used + 3 * earlier + frozen).sum().backward()
+    assert used.grad.tolist() == [4, 4, 4]
+    assert used.grad.data_ptr() == place
+    assert unused.grad is None
+    assert frozen.grad is None
+    assert earlier.grad is before
+    assert earlier.grad.tolist() == [11, 11, 11]
+
+
+def test_a_gradient_of_zero_is_one():
+    """A fresh adapter's A has none but zeros, and its optimizer counts the step."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with gradients_before_graphs([parameter]):
+        (0 * parameter).sum().backward()
+    assert parameter.grad.tolist() == [0, 0, 0]

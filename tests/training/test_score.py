@@ -71,3 +71,32 @@ def test_nothing_runs_twice(make_trainer, monkeypatch, lora, value_model, rescor
     monkeypatch.setattr(experience.ops, "linear_selected_logprobs", counted)
     score(trainer.roles, rollout, trainer.args, lambda tokens: None)
     assert count == {"bodies": bodies, "heads": heads}
+
+
+@pytest.mark.parametrize(
+    ("together", "rescored", "passes"),
+    [(None, False, [8]), (3, False, [3, 3, 2]), (1, False, [1] * 8), (None, True, [2] * 4), (3, True, [2] * 4)],
+)
+def test_rows_to_a_pass(make_trainer, monkeypatch, together, rescored, passes):
+    """As many as are good for it, or as are asked for; those of a micro-batch where training must find equal bits."""
+    trainer = make_trainer(
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        local_rollout_forward_batch_size=together,
+        old_logprobs="rescored" if rescored else "sampler",
+    )
+    with torch.no_grad():
+        for parameter in (trainer.roles.policy_parameters | trainer.roles.value_parameters).values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    rows, original = [], trainer.roles.critic.values
+    monkeypatch.setattr(
+        trainer.roles.critic, "values", lambda batch, *a: (rows.append(len(batch.token_ids)), original(batch, *a))[1]
+    )
+    rollout, forwards = scored(trainer)
+    assert rows == passes
+    with torch.no_grad():
+        reference = policy_logprobs(trainer.roles.reference, rollout, trainer.args.temperature)
+        values, last = original(rollout)
+    torch.testing.assert_close(forwards.ref_logprobs, reference, rtol=0, atol=1e-5)
+    torch.testing.assert_close(forwards.values, values.where(rollout.response_mask, 0.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(forwards.bootstrap_values, last, rtol=0, atol=1e-5)

@@ -232,6 +232,22 @@ def test_a_reward_model_scores_prompt_and_reply(make_trainer, tiny_model_dir, ti
             assert total == pytest.approx(float(classifier(**encoded).logits), abs=1e-5)
 
 
+def test_a_reward_model_takes_as_many_replies_at_a_time_as_it_is_told(make_trainer, tiny_model_dir, tiny_tokenizer):
+    from transformers import AutoModelForSequenceClassification
+
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+    rows = []
+    classifier.register_forward_pre_hook(lambda *a: rows.append(len(a[2]["input_ids"])), with_kwargs=True)
+    settings = {"reward_funcs": classifier, "reward_processing_classes": [tiny_tokenizer]}
+    found = []
+    for together in (None, 3):
+        trainer = make_trainer(trainer=settings, total_episodes=8, local_rollout_forward_batch_size=together)
+        prompts, ids = trainer._draw_prompts()
+        found.append(trainer._score(prompts, trainer._rollout(ids))[1].total)
+    assert rows == [8, 3, 3, 2]
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
 def test_value_adapter_settings_may_differ(make_trainer):
     trainer = make_trainer(
         trainer={"value_peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}

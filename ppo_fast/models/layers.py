@@ -1,0 +1,141 @@
+"""Layers as one operation each: frozen linear layers and their LoRA, RMSNorm, SwiGLU.
+
+peft makes an adapter's product, its multiple and the sum as three tensors of the output's size, and over 16-bit weights
+it turns the input into the adapter's float32 and keeps that copy for the backward pass, one for each of q, k and v.
+transformers makes six operations of an RMSNorm, and keeps four tensors of a SwiGLU's width, where two are enough.
+
+Most families have Llama's norm and perceptron line for line, under names of their own: a layer is one of these if its
+forward has the instructions of Llama's. Whatever is more than the formula, another activation, a hook, another kind of
+adapter, a cast, leaves a layer its own forward.
+
+Numerics: over bfloat16 weights the adapter's float32 matrices are rounded to bfloat16 on their way into the products,
+as autocast does it; every product is added up in float32 and its result rounded once. Parameters, and the gradients
+that add up in them, stay float32. float16 has too short a range for an adapter's gradients: peft's own forward there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from ppo_fast import ops
+
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
+
+
+class _Forward:
+    """A layer's forward in place of its class's, which `own` still is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer: Any = layer
+
+    def own(self, *arguments: Any, **keywords: Any) -> Tensor:
+        y: Tensor = type(self._layer).forward(self._layer, *arguments, **keywords)
+        return y
+
+
+class _Linear(_Forward):
+    """Of a linear layer: one operation where it is frozen, and its adapter, if it has one, off or plain LoRA.
+
+    With a ``gate`` its input is ``swiglu(gate, x)``.
+    """
+
+    def __call__(self, x: Tensor, *arguments: Any, gate: Tensor | None = None, **keywords: Any) -> Tensor:
+        layer = self._layer
+        base = layer.base_layer if isinstance(layer, LoraLinear) else layer
+        if not (arguments or keywords) and _is_frozen(base, x):
+            if layer is base:  # where there is something to gain
+                if gate is not None or (x.is_cpu and x.dtype == torch.float32):
+                    return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
+            elif layer.disable_adapters and not layer.merged:
+                return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
+            elif (adapter := _adapter(layer)) is not None and x.dtype != torch.float16:
+                a, b, scaling = adapter
+                return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=scaling, gate=gate)
+        return self.own(x if gate is None else ops.swiglu(gate, x), *arguments, **keywords)
+
+
+class _Norm(_Forward):
+    """Of an RMSNorm. On a GPU it is transformers' own: our kernel is one for CPUs."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        if x.is_cpu and x.dtype == layer.weight.dtype:
+            return ops.rms_norm(x, layer.weight, layer.variance_epsilon)
+        return self.own(x)
+
+
+class _SwiGLU(_Forward):
+    """Of a gated perceptron with SiLU. Its product is kept for the backward pass where the last layer is trained."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
+        forward = vars(down).get("forward")
+        y: Tensor
+        if isinstance(forward, _Linear) and not _is_watched(down):
+            y = forward(up, gate=gate)
+        else:
+            y = down(ops.swiglu(gate, up))
+        return y
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Gives the layers of ``model`` the forward passes above. Adapters on its LoRA layers may still come."""
+    below = {id(layer.base_layer) for layer in model.modules() if isinstance(layer, LoraLinear)}
+    for layer in model.modules():
+        forward = None if id(layer) in below or "forward" in vars(layer) else _forward_for(layer)
+        if forward is not None:
+            layer.forward = forward(layer)  # type: ignore[assignment]
+
+
+def _forward_for(layer: nn.Module) -> type[_Forward] | None:
+    if type(layer) is nn.Linear or (type(layer) is LoraLinear and type(layer.base_layer) is nn.Linear):
+        return _Linear
+    if _has_forward_of(layer, LlamaRMSNorm):
+        return _Norm
+    if _has_forward_of(layer, LlamaMLP) and type(layer.act_fn) in _SILU:
+        return _SwiGLU
+    return None
+
+
+def _has_forward_of(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    own, its = _instructions(type(layer).forward), _instructions(kind.forward)
+    return own is not None and own == its
+
+
+def _instructions(function: Callable[..., Any]) -> tuple[Any, ...] | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_code, code.co_names, code.co_consts)
+
+
+def _is_frozen(base: nn.Linear, x: Tensor) -> bool:
+    """Whether the base layer is nothing but its product with ``x``: no gradient, no cast, no hook."""
+    return (
+        x.dtype == base.weight.dtype
+        and not any(p.requires_grad for p in base.parameters())
+        and not torch.is_autocast_enabled(x.device.type)
+        and (isinstance(vars(base).get("forward"), _Linear) or not (_is_watched(base) or "forward" in vars(base)))
+    )
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def _adapter(layer: LoraLinear) -> tuple[Tensor, Tensor, float] | None:
+    """A, B and scaling of the active adapter, if it is a low-rank product and nothing else."""
+    active = layer.active_adapters
+    if layer.merged or len(active) != 1 or active[0] not in layer.lora_A:
+        return None
+    name = active[0]
+    if name in layer.lora_variant or layer.lora_bias[name] or getattr(layer.lora_dropout[name], "p", 0.0):
+        return None
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
