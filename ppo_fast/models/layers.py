@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -89,7 +90,8 @@ class _SwiGLU(_Forward):
 
 def fuse_layers(model: nn.Module) -> None:
     """Gives the layers of ``model`` the forward passes above. Adapters on its LoRA layers may still come."""
-    below = {id(layer.base_layer) for layer in model.modules() if isinstance(layer, LoraLinear)}
+    tuned = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    below = {id(part) for layer in tuned for part in layer.modules() if part is not layer}
     for layer in model.modules():
         forward = None if id(layer) in below or "forward" in vars(layer) else _forward_for(layer)
         if forward is not None:

@@ -142,6 +142,12 @@ def test_whatever_the_layer_is_set_to(change):
         assert not torch.allclose(layer(torch.ones(1, 12)), before, atol=1e-3)
 
 
+def test_what_an_adapter_is_made_of_keeps_its_forward():
+    """A DoRA layer runs peft's forward, whose parts must compute alike where they are trained and where frozen."""
+    layer = _layer(torch.float32, use_dora=True)
+    assert [name for name, part in layer.named_modules() if "forward" in vars(part)] == [""]
+
+
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}, {"lora_dropout": 0.5}])
 def test_other_adapters_run_by_peft(config):
     layer = _layer(torch.float32, **config)

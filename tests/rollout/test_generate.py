@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from ppo_fast import ops
 from ppo_fast.errors import UserError
+from ppo_fast.models.layers import fuse_layers
 from ppo_fast.models.roles import Actor, build_roles
 from ppo_fast.rollout import StopStrings, generate, swaps
 
@@ -287,6 +288,7 @@ def test_each_actor_samples_with_its_own_adapter(roles, tiny_model):
     policy, reference = _sample(roles.policy), _sample(roles.reference)
     assert policy.completion_ids() != reference.completion_ids()
     bare = Actor(tiny_model())
+    fuse_layers(bare.model)
     assert torch.equal(reference.token_ids, _sample(bare).token_ids)
     assert torch.equal(reference.logprobs, _sample(bare).logprobs)
     with torch.no_grad():
