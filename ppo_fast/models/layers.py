@@ -81,7 +81,9 @@ class _SwiGLU(_Forward):
         gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
         forward = vars(down).get("forward")
         y: Tensor
-        if isinstance(forward, _Linear) and not _is_watched(down):
+        if gate.dtype != up.dtype:  # two layers' weights may differ
+            y = down(layer.act_fn(gate) * up)
+        elif isinstance(forward, _Linear) and not _is_watched(down):
             y = forward(up, gate=gate)
         else:
             y = down(ops.swiglu(gate, up))

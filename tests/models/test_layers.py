@@ -319,6 +319,17 @@ def test_a_norm_over_weights_of_another_dtype_is_transformers_own(tiny_model):
     assert norm(x).dtype == torch.float64
 
 
+def test_a_perceptron_over_weights_of_two_dtypes_is_transformers_own(tiny_model):
+    """A layer before it that widens its result, as one kept in float32 does."""
+    model = tiny_model("llama").bfloat16()
+    fuse_layers(model)
+    perceptron = model.model.layers[0].mlp
+    perceptron.gate_proj.register_forward_hook(lambda module, arguments, y: y.float())
+    perceptron.down_proj.float()
+    x = torch.randn(3, model.config.hidden_size).bfloat16()
+    assert torch.equal(perceptron(x), type(perceptron).forward(perceptron, x))
+
+
 def test_fusing_twice_is_fusing_once(tiny_model):
     model = tiny_model("llama")
     fuse_layers(model)
