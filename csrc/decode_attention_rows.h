@@ -2,6 +2,18 @@
 #include "vec.h"
 #include "exp.h"
 
+PPO_FAST_FN float sum_of_lanes(vf x) {
+#if PPO_FAST_ISA == 2
+  return _mm512_reduce_add_ps(x);
+#else
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+#endif
+}
+PPO_FAST_FN double sum_of_lanes(double x) { return x; }
+
 // Columns whose weighted values are added up in one go: rounding errors don't grow with the length of a reply.
 constexpr int64_t kColumns = 256;
 

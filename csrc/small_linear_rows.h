@@ -69,10 +69,8 @@ template <class T> struct Paired : Whole<T, vu> {
 // n elements of a row to float32, in the order of Widened, zeros up to a whole vector pair.
 template <class T> static void widen_row(const T* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 2 * W, out += 2 * W) {
-    T rest[2 * W] = {};
-    if (n - i < 2 * W) __builtin_memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(T));
     vf a, b;
-    load2(n - i < 2 * W ? rest : x + i, a, b);
+    load_rest(x + i, n - i, a, b);
     store(out, a);
     store(out + W, b);
   }

@@ -24,7 +24,9 @@ Tensor swiglu(Tensor gate, Tensor up) {
     const T *from = elements<T>(gate, "gate", gate), *times = elements<T>(up, "up", gate);
     T* const to = writable<T>(out);
     const auto run = PPO_FAST_PICK(swiglu_elements<T>);
-    parallel(gate.numel(), kCost, [&](int64_t begin, int64_t end) { run(from + begin, times + begin, end - begin, to + begin); });
+    parallel(gate.numel(), kCost, [&](int64_t begin, int64_t end) {
+      run(from + begin, times + begin, end - begin, to + begin);
+    });
   });
   return out;
 }

@@ -84,19 +84,6 @@ PPO_FAST_FN double sum_lanes(vf x) {
 }
 PPO_FAST_FN double sum_lanes(double x) { return x; }
 
-// Halves of the vector together.
-PPO_FAST_FN float sum_of_lanes(vf x) {
-#if PPO_FAST_ISA == 2
-  return _mm512_reduce_add_ps(x);
-#else
-  for (int half = W / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  }
-  return x[0];
-#endif
-}
-PPO_FAST_FN double sum_of_lanes(double x) { return x; }
-
 // A sum in double for each lane of V.
 template <class V> struct WideSum {  // float32 lanes: two vectors of half as many doubles
   vd low, high;
