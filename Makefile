@@ -89,7 +89,7 @@ sanitize: $(STAMP)-dev
 	OMP_NUM_THREADS=1 PPO_FAST_REQUIRE_EXT=1 $$python -m pytest -q -s -c $(CURDIR)/pyproject.toml \
 		--rootdir $(CURDIR) $(CURDIR)/tests/fuzz \
 		$(patsubst %,$(CURDIR)/tests/ops/test_%.py,cpp kept small_linear lora_linear linear_inputs gae whiten linear_sample \
-			decode_attention)
+			decode_attention swiglu rms_norm)
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 import readme
-from harness.results import header
+from harness.results import header, write_result
 from iteration_parts import QWEN, SMOLLM2, STAGES, Iterations, Work, ours, plain, trl
-from ppo_fast.files import write_atomically
 
 BENCH = Path(__file__).parent
 RESULT = BENCH / "results" / "iteration.json"
@@ -225,8 +224,8 @@ def main() -> None:
     result = merged(before, started, head, rounds)
     print("\n".join(lines(result)))
     if not arguments.small:
-        write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
-        readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
+        write_result(RESULT, result)
+        readme.rewrite()
 
 
 if __name__ == "__main__":

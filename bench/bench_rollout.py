@@ -25,8 +25,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+import readme
 from harness.bars import MB, judge
 from harness.case import DTYPES, Bar, Case, Expected, Variant, Work
 from harness.check import WrongValuesError
@@ -38,6 +39,7 @@ from harness.table import table
 from ppo_fast.models.roles import Actor
 from ppo_fast.recipes.smollm2 import ALIAS, ensure_model
 from ppo_fast.rollout import Rollout, generate
+from shapes import QWEN, random_model
 
 BENCH = Path(__file__).parent
 OP = "rollout.generate"
@@ -56,13 +58,7 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
     if name == "smollm2-135m":
         model = AutoModelForCausalLM.from_pretrained(ensure_model(ALIAS), dtype=dtype)
     else:
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
-            )
-        ).to(dtype)  # fmt: skip
+        model = random_model(QWEN, dtype)
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 
@@ -237,12 +233,12 @@ def main() -> int:
         "bars": bars,
         "cases": results,
     }
-    path = arguments.json
-    if path is None and not (arguments.quick or arguments.only):
-        path = BENCH / "results" / "rollout.json"
-    if path is not None:
-        write_result(path, whole)
-        print(f"wrote {path}")
+    if arguments.json:
+        write_result(arguments.json, whole)
+    elif not (arguments.quick or arguments.only):
+        write_result(BENCH / "results" / "rollout.json", whole)
+        readme.rewrite()
+        print("wrote rollout.json in bench/results, and the table in README.md")
     return int(any("refused" in variant for found in results.values() for variant in found["variants"].values()))
 
 

@@ -270,7 +270,7 @@ def main() -> None:
         "parts": parts,
     }
     write_result(RESULT, result)
-    readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
+    readme.rewrite()
     print(f"wrote {RESULT.name} in bench/results, and the table in README.md")
 
 

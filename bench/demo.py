@@ -2,7 +2,7 @@
 
     python bench/demo.py --runs runs/demo --seeds 1 2 3
 
-A run that is there already is not trained again. Writes bench/results/demo.json; bench/readme.py makes the table.
+A run that is there already is not trained again. Writes bench/results/demo.json and README's table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 import ppo_fast
+import readme
 from harness.results import write_result
 from ppo_fast import cli
 
@@ -38,7 +39,8 @@ def main() -> None:
         "seeds": seeds,
     }
     write_result(RESULT, result)
-    print(f"wrote {RESULT}")
+    readme.rewrite()
+    print(f"wrote {RESULT.name} in bench/results, and the table in README.md")
 
 
 def _seed(run: Path, seed: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +26,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
-    Qwen2Config,
 )
 
+import shapes
 import trl_ppo
 from plain_ppo import PlainPPO
 from ppo_fast.recipes.smollm2 import ALIAS, ensure_model
 from ppo_fast.training import PPOConfig, PPOTrainer
+from shapes import random_model
 
 RANK, TEMPERATURE, KL_COEF, LEARNING_RATE = 16, 0.7, 0.05, 1e-5
 ITERATIONS = 2  # the first one loads, packs and plans
@@ -39,16 +41,6 @@ MINIBATCHES = 2
 STAGES = ("rollout", "score", "update")
 
 Iterations = list[dict[str, Any]]
-
-
-def qwen(dtype: torch.dtype) -> PreTrainedModel:
-    """Qwen2.5-0.5B's shape with random weights."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=151_645, pad_token_id=151_643,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def smollm2(dtype: torch.dtype) -> PreTrainedModel:
@@ -117,7 +109,7 @@ class Work:
         return [words(text)["input_ids"] for text in self.prompts(words)]
 
 
-QWEN = Work(qwen, replies=8)
+QWEN = Work(partial(random_model, shapes.QWEN), replies=8)
 SMOLLM2 = Work(smollm2, replies=16, reward_model=reward_model)
 
 

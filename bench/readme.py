@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.table import table
+from ppo_fast.files import write_atomically
 
 BENCH = Path(__file__).parent
 README = BENCH.parent / "README.md"
@@ -171,16 +172,21 @@ def render(text: str) -> str:
     return text
 
 
+def rewrite() -> None:
+    """README.md with the tables that the results give now."""
+    write_atomically(README, render(README.read_text(encoding="utf-8")))
+
+
 def main() -> int:
     """Rewrites or checks README.md."""
+    if "--check" not in sys.argv[1:]:
+        rewrite()
+        return 0
     before = README.read_text(encoding="utf-8")
-    after = render(before)
-    if "--check" in sys.argv[1:]:
-        if before != after:
-            print("README.md differs from bench/results; run `python bench/readme.py`")
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
-    return 0
+    differs = before != render(before)
+    if differs:
+        print("README.md differs from bench/results; run `python bench/readme.py`")
+    return int(differs)
 
 
 if __name__ == "__main__":

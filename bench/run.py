@@ -104,7 +104,7 @@ def main() -> int:
     if not (arguments.quick or arguments.only):
         write_result(BENCH / "results" / f"{name}.json", whole)
         plots.scaling(whole, BENCH / "results" / f"{name}-scaling.png")
-        readme.README.write_text(readme.render(readme.README.read_text(encoding="utf-8")), encoding="utf-8")
+        readme.rewrite()
         print(f"wrote {name}.json and its plot in bench/results, and the table in README.md")
     return int(any("refused" in variant for case in results.values() for variant in case["variants"].values()))
 

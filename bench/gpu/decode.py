@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gpu.machine import Machine, Numbers, measure
 from ppo_fast.models.roles import Actor
 from ppo_fast.rollout import generate
 from ppo_fast.rollout.slots import Pass, SlotCache
 from ppo_fast.rollout.step import DecodeStep, Row, Sampler, has_graphs
+from shapes import QWEN, TINY, random_model
 
 
 def bench_decode(machine: Machine) -> Numbers:
@@ -17,16 +17,10 @@ def bench_decode(machine: Machine) -> Numbers:
 
     Greedy ids of graphs and plain steps are compared first.
     """
-    shape = {
-        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2,
-    }  # fmt: skip
-    tiny = dict.fromkeys(shape, 2) | {"vocab_size": 301, "hidden_size": 16}
     B, L, T = (2, 4, 3) if machine.dry else (64, 64, 64)
-    torch.manual_seed(0)
+    config = TINY if machine.dry else QWEN
     with torch.device(machine.device):
-        config = Qwen2Config(**(tiny if machine.dry else shape), tie_word_embeddings=True, eos_token_id=None)
-        model = Qwen2ForCausalLM(config).to(machine.dtype).eval().requires_grad_(False)
+        model = random_model(config, machine.dtype).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     actor = Actor(model)
     device = actor.device

@@ -32,7 +32,12 @@ class StopStrings:
         if not found:
             return False
         before = self._text(window[:-1])
-        return any(text.count(string) > before.count(string) for string in found)
+        return any(_occurrences(string, text) > _occurrences(string, before) for string in found)
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _occurrences(string: str, text: str) -> int:
+    """Overlapping ones, too."""
+    return sum(text.startswith(string, at) for at in range(len(text)))

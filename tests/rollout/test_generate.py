@@ -442,6 +442,15 @@ def test_stop_strings(tiny_model, tiny_tokenizer):
     assert int(late.lengths.min()) >= 10
 
 
+def test_a_stop_string_may_overlap_an_earlier_one(tiny_tokenizer):
+    """Which didn't end the reply, before min_new_tokens."""
+    the, a = tiny_tokenizer.convert_tokens_to_ids(["the", "a"])
+    stops = StopStrings(tiny_tokenizer, ("the the",))
+    assert stops.end([the, the])
+    assert stops.end([the, the, the])
+    assert not stops.end([the, the, a])
+
+
 @pytest.mark.parametrize("strings", [(), ("",), ("a", 3)])
 def test_bad_stop_strings(strings, tiny_tokenizer):
     with pytest.raises(ValueError, match="strings must hold texts"):
