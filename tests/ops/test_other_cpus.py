@@ -30,8 +30,8 @@ PROGRAM = """
 import json
 import torch
 from ppo_fast import backends
-from ppo_fast.ops import (gae, linear_ppo_loss, linear_sample, linear_selected_logprobs, ppo_loss, selected_logprobs,
-                          value_loss, whiten)
+from ppo_fast.ops import (decode_attention, gae, linear_ppo_loss, linear_sample, linear_selected_logprobs, lora_linear,
+                          ppo_loss, rms_norm, selected_logprobs, small_linear, swiglu, value_loss, whiten)
 
 torch.manual_seed(0)
 B, T, H, V = 3, 11, 33, 2501
@@ -60,6 +60,18 @@ def results():
             out += [drawn.double(), *values]
         total = linear_ppo_loss(hidden, weight, ids, x - 8, y, mask)[0]
         out += [total.detach(), *torch.autograd.grad(total, (hidden, weight))]
+        generator = torch.Generator().manual_seed(3)
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+        up, gate, scale, down_a, up_b = (draw(*s).requires_grad_() for s in ((70, H), (70, H), (H,), (5, H), (41, 5)))
+        layer, bias = draw(41, H), draw(41)
+        for made, leaves in (
+            (lora_linear(up, layer, down_a, up_b, bias=bias, gate=gate), (up, gate, down_a, up_b)),
+            (swiglu(gate, up), (gate, up)),
+            (rms_norm(up, scale), (up, scale)),
+        ):
+            out += [made.detach(), *torch.autograd.grad(made.sum(), leaves)]
+        out += [small_linear(up.detach(), layer, bias)]
+        out += [decode_attention(draw(2, 6, 1, 20), draw(2, 3, 17, 20), draw(2, 3, 17, 20), torch.tensor([17, 9]))]
     return out
 
 got = results()
