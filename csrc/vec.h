@@ -174,7 +174,7 @@ template <> struct Lanes<double> { using type = double; };
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 PPO_FAST_FN vf load1(const float* p) { return load<vf>(p); }
-PPO_FAST_FN double load1(const double* p) { return *p; }
+PPO_FAST_FN double load1(const double* p) { return load<double>(p); }  // maybe at an odd address
 PPO_FAST_FN vf load1(const torch::headeronly::BFloat16* p) {
   return bits<vf>(__builtin_convertvector(load<vh>(p), vu) << 16);
 }
