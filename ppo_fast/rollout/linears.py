@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -93,7 +94,7 @@ def small_linears(body: nn.Module, dtype: torch.dtype | None = None) -> Iterator
             layer.forward = _Small(layer, dtype)
         yield
     finally:
-        for layer, before in swapped:
+        for layer, before in reversed(swapped):  # a layer in two places was swapped twice
             del layer.forward
             if before is not None:  # accelerate's hooks stand there
                 layer.forward = before  # type: ignore[assignment]
@@ -116,13 +117,17 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if type(child) in (nn.Linear, Conv1D) or (type(child) is LoraLinear and _is_plain(child)):
             yield child
+        elif isinstance(child, ParamWrapper):
+            continue  # adapts the weight of the layer below, in its own forward and nowhere else
         elif isinstance(child, BaseTunerLayer):
-            if type(child.get_base_layer()) in (nn.Linear, Conv1D):
-                yield child.get_base_layer()
+            if type(child.base_layer) in (nn.Linear, Conv1D):
+                yield child.base_layer
         else:
             yield from _linears(child)
 
 
 def _is_plain(layer: LoraLinear) -> bool:
-    """Whether it is a linear layer plus low-rank products and nothing else."""
-    return type(layer.get_base_layer()) in (nn.Linear, Conv1D) and not layer.lora_variant
+    """Whether it is a linear layer plus low-rank products and nothing else, not a hook on one of them."""
+    parts = [part for part in layer.modules() if part is not layer]
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return type(layer.base_layer) in (nn.Linear, Conv1D) and not layer.lora_variant and not hooked

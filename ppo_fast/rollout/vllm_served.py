@@ -33,8 +33,8 @@ class ServedEngine:
     """``vllm serve`` behind ``url``.
 
     Args:
-        folder: where the weights are written for the server to read, before each rollout; the server's own path to it
-            must be the same. None for a temporary one, which goes with this object.
+        folder: where the weights are written for the server to read, before each rollout, in a folder of their own; the
+            server's own path to it must be the same. None for a temporary one, which goes with this object.
 
     Raises:
         UserError: nobody answers, or not as vLLM in its development mode does.
@@ -45,7 +45,7 @@ class ServedEngine:
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="ppo_fast-vllm-")
             folder = self._temporary.name
-        self._folder = Path(folder).resolve()
+        self._folder = Path(folder).resolve() / "ppo_fast-weights"  # what else lies there is the user's
         models = self._ask("/v1/models", timeout=_FIRST_ANSWER_S).get("data") or [{}]
         if "max_model_len" not in models[0]:
             raise UserError(f"what answers at {self._url} isn't vLLM: its /v1/models names no max_model_len")

@@ -512,6 +512,37 @@ def test_an_adapter_in_the_body_samples_too(dtype, tiny_model):
     assert torch.cat(moved).abs().mean() > 0.3
 
 
+def test_an_adapter_on_a_weight_samples_too(tiny_model):
+    """peft's ParamWrapper adapts a layer's weight while its own forward runs."""
+    torch.manual_seed(0)
+    names = ["self_attn.q_proj.weight", "mlp.up_proj.weight"]
+    config = LoraConfig(r=4, target_modules=[], target_parameters=names, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).get_base_model()
+    rollout = _sample(Actor(model))
+    for row, reply in enumerate(rollout.completion_ids()):
+        expected = _full_logprobs(model, PROMPTS[row], reply, 1.0)
+        torch.testing.assert_close(rollout.logprobs[row, : len(reply)], expected.float(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
+def test_hooks_on_the_parts_of_an_adapted_layer_are_called(part, tiny_model):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).get_base_model()
+    model.get_submodule(f"model.layers.0.mlp.up_proj.{part}").register_forward_hook(lambda _layer, _x, y: y + 1)
+    rollout = _sample(Actor(model))
+    for row, reply in enumerate(rollout.completion_ids()):
+        expected = _full_logprobs(model, PROMPTS[row], reply, 1.0)
+        torch.testing.assert_close(rollout.logprobs[row, : len(reply)], expected.float(), rtol=0, atol=2e-5)
+
+
+def test_a_layer_in_two_places_is_as_before_afterwards(tiny_model):
+    model = tiny_model()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    _sample(Actor(model))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_layers_are_as_before_afterwards(tiny_model):
     """Forwards and attention, also when the caller's function raises in the middle."""
 

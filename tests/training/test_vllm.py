@@ -232,11 +232,14 @@ def test_two_iterations_on_vllms_replies(make, engines, tmp_path, config):
 def test_a_server_gets_the_weights_through_a_folder(make, serve, tmp_path):
     address, engine = serve()
     folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model-00001-of-00002.safetensors").write_text("the user's own")
     make(vllm_server=address, vllm_weights_dir=str(folder), learning_rate=0.05).train()
     assert engine.updates == 2
     first, second = metrics(tmp_path)
     assert max(first["rollout/logp_diff_max"], second["rollout/logp_diff_max"]) < 1e-4
-    assert [file.name for file in folder.iterdir()] == ["model-00000.safetensors"]
+    assert (folder / "model-00001-of-00002.safetensors").read_text() == "the user's own"
+    assert [file.name for file in (folder / "ppo_fast-weights").iterdir()] == ["model-00000.safetensors"]
 
 
 def test_server_and_process_draw_the_same_replies(make, engines, serve, monkeypatch):
