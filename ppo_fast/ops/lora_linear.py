@@ -100,7 +100,7 @@ def lora_linear(
     check_number("scaling", scaling)
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling), gate)
-    return y
+    return y.view(*x.shape[:-1], out_features)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _LoraLinear(torch.autograd.Function):
         needs_x = gate is not None or ctx.needs_input_grad[3]
         ctx.save_for_backward(x if needs_x else None, gate, weight, a, b, h)
         ctx.shape, ctx.scaling = x.shape, scaling
-        return y.view(*x.shape[:-1], len(weight))
+        return y  # [N, out]: a view made here could not be written to
 
     @staticmethod
     @once_differentiable
@@ -122,11 +122,10 @@ class _LoraLinear(torch.autograd.Function):
         x, gate, weight, a, b, h = ctx.saved_tensors
         want_up, _, _, want_a, want_b, _, want_gate = ctx.needs_input_grad
         want_x = want_up or want_gate
-        dy = grad.reshape(-1, grad.shape[-1])
-        rows = _input(x, gate) if want_a else dy.new_empty(1).expand(len(dy), ctx.shape[-1])  # which nothing looks at
+        rows = _input(x, gate) if want_a else grad.new_empty(1).expand(len(grad), ctx.shape[-1])  # nothing reads these
         run = torch.ops.ppo_fast.lora_linear_backward if grad.dtype == torch.float32 else _eager_backward
         like = (_like(a, grad), _like(b, grad))
-        dx, da, db = run(dy, rows, weight, *like, h, ctx.scaling, want_x, want_a, want_b)
+        dx, da, db = run(grad, rows, weight, *like, h, ctx.scaling, want_x, want_a, want_b)
         dx, d_gate = dx.view(ctx.shape) if want_x else None, None
         if gate is not None and want_x:
             d_gate, dx = torch.ops.ppo_fast.swiglu_backward(dx, gate, x)

@@ -125,6 +125,18 @@ def test_leading_dimensions(cpu_backend, shape):
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_result_may_be_written_to(cpu_backend, shape, dtype):
+    """As OLMo's attention clamps its queries, and a hook adds to what it sees."""
+    given, x = layer(33, 6, 2, dtype), torch.randn(*shape, 6).to(dtype).requires_grad_()
+    apart = lora_linear(x, **given).clamp(-1, 1) + 1
+    within = lora_linear(x, **given).clamp_(-1, 1)
+    within += 1
+    assert torch.equal(within, apart)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (within, apart)))
+
+
 # ----------------------------------------------------------------------------------------------- a SwiGLU's last layer
 
 
