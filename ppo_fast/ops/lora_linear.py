@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, silu
 
 from ppo_fast.ops._checks import check_float_like, check_float_tensor, check_like, check_number
-from ppo_fast.ops._library import define
+from ppo_fast.ops._library import define, transformed
 
 
 def lora_linear(
@@ -99,8 +100,19 @@ def lora_linear(
         check_like("lora_b", lora_b, (out_features, len(lora_a)), weight.device, "weight and lora_a")
     check_number("scaling", scaling)
     with torch.autocast(x.device.type, enabled=False):
+        if transformed():
+            return _formula(x, weight, bias, lora_a, lora_b, float(scaling), gate)
         y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling), gate)
     return y.view(*x.shape[:-1], out_features)
+
+
+def _formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float,
+    gate: Tensor | None,
+) -> Tensor:  # fmt: skip
+    x = x if gate is None else silu(gate) * x
+    y = linear(x, weight, bias)
+    return y if a is None or b is None else y + linear(linear(x, a.to(x.dtype)) * scaling, b.to(x.dtype))
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -157,7 +169,7 @@ def _eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """``y`` [n, out] and ``h = scaling * x A^T`` [n, r], with r = 0 if there is no adapter."""
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = linear(x, weight, bias)
     if a is None or b is None:
         return y, x.new_empty(len(x), 0)
     h = (x @ a.t()).mul_(scaling)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppo_fast.ops._checks import check_coefficient, check_float_tensor, check_like
-from ppo_fast.ops._library import define, stat_dtype
+from ppo_fast.ops._library import define, stat_dtype, transformed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -35,6 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     if weight.dtype != x.dtype:
         raise TypeError(f"weight must have the dtype of x, {x.dtype}, got {weight.dtype}")
     check_coefficient("eps", eps)
+    if transformed():
+        return _eager(x, weight, float(eps))[0]
     y: Tensor = _RMSNorm.apply(x, weight.contiguous(), float(eps))
     return y.view(x.shape)
 
@@ -68,7 +70,7 @@ def _eager(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``y`` [N, H] and ``rstd = 1 / sqrt(mean(x^2) + eps)`` [N], float32 (float64 for float64)."""
     wide = x.to(stat_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    return (wide * rstd[:, None] * weight).to(x.dtype), rstd
+    return (wide * rstd[..., None] * weight).to(x.dtype), rstd
 
 
 def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

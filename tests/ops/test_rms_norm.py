@@ -100,6 +100,15 @@ def test_the_result_may_be_written_to(cpu_backend, shape):
     assert all(map(torch.equal, ours, theirs))
 
 
+def test_torch_func(cpu_backend):
+    x, weight, _ = rows(4, 3, 6, dtype=torch.float64)
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: f):
+        ours, theirs = (
+            torch.func.vmap(transform(lambda x, f=f: f(x, weight, 0.3).sin().sum()))(x) for f in (rms_norm, separate)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("asked", [(True, False), (False, True)])
 def test_gradients_flow_to_what_asks_for_them(cpu_backend, asked):
     x, weight, upstream = rows(4, 6)

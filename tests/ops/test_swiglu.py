@@ -99,6 +99,15 @@ def test_the_result_may_be_written_to(cpu_backend):
     assert all(map(torch.equal, ours, theirs))
 
 
+def test_torch_func(cpu_backend):
+    gate, up = (torch.randn(4, 3, 5, dtype=torch.float64) for _ in range(2))
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: f):
+        ours, theirs = (
+            torch.func.vmap(transform(lambda g, u, f=f: f(g, u).sin().sum()))(gate, up) for f in (swiglu, separate)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_backward_keeps_the_two_inputs():
     gate, up = (torch.randn(10, 30, requires_grad=True) for _ in range(2))
     kept = {}
