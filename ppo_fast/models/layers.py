@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from ppo_fast import ops
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_TENSORS = (Tensor, nn.Parameter)  # subclasses, as of quantised weights, multiply in a way of their own
 
 
 class _Forward:
@@ -68,8 +69,9 @@ class _Norm(_Forward):
 
     def __call__(self, x: Tensor) -> Tensor:
         layer = self._layer
-        if x.is_cpu and x.dtype == layer.weight.dtype:
-            return ops.rms_norm(x, layer.weight, layer.variance_epsilon)
+        weight = layer.weight
+        if x.is_cpu and x.dtype == weight.dtype and type(weight) in _TENSORS:
+            return ops.rms_norm(x, weight, layer.variance_epsilon)
         return self.own(x)
 
 
@@ -120,11 +122,16 @@ def _instructions(function: Callable[..., Any]) -> tuple[Any, ...] | None:
     return None if code is None else (code.co_code, code.co_names, code.co_consts)
 
 
-def _is_frozen(base: nn.Linear, x: Tensor) -> bool:
-    """Whether the base layer is nothing but its product with ``x``: no gradient, no cast, no hook."""
+def _is_frozen(base: nn.Module, x: Tensor) -> bool:
+    """Whether the base layer is nothing but its product with ``x``: no gradient, no cast, no parametrised weight."""
+    if type(base) is not nn.Linear:
+        return False
+    weight, bias = base.weight, base.bias
     return (
-        x.dtype == base.weight.dtype
-        and not any(p.requires_grad for p in base.parameters())
+        x.dtype == weight.dtype
+        and type(weight) in _TENSORS
+        and not weight.requires_grad
+        and (bias is None or (type(bias) in _TENSORS and not bias.requires_grad))
         and not torch.is_autocast_enabled(x.device.type)
         and (isinstance(vars(base).get("forward"), _Linear) or not (_is_watched(base) or "forward" in vars(base)))
     )

@@ -336,3 +336,74 @@ def test_fusing_twice_is_fusing_once(tiny_model):
     forwards = [vars(m).get("forward") for m in model.modules()]
     fuse_layers(model)
     assert [vars(m).get("forward") for m in model.modules()] == forwards
+
+
+def _adapted(model):
+    config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(model, config).get_base_model()
+
+
+def test_attention_may_clamp_its_queries_in_place(tiny_model):
+    """OLMo's clip_qkv."""
+    model = _adapted(tiny_model("olmo", clip_qkv=0.5).double())
+    fuse_layers(model)
+    ids = torch.randint(64, (2, 9))
+    _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp", "mlp.up_proj", "self_attn.q_proj"])
+def test_hooks_may_change_what_they_see(part, tiny_model):
+    model = _adapted(tiny_model("llama").double())
+    fuse_layers(model)
+    model.model.layers[0].get_submodule(part).register_forward_hook(lambda module, arguments, y: y.add_(1))
+    ids = torch.randint(64, (2, 9))
+    _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+def test_an_adapter_on_the_weight_of_a_fused_layer(tiny_model):
+    """peft's target_parameters parametrises a weight while its layer runs."""
+    model = tiny_model("llama").requires_grad_(False)
+    fuse_layers(model)
+    names = ["self_attn.q_proj.weight", "mlp.down_proj.weight"]
+    config = LoraConfig(r=3, target_modules=[], target_parameters=names, init_lora_weights=False)
+    model = get_peft_model(model, config).get_base_model()
+    ids = torch.randint(64, (2, 9))
+    ours, theirs = (_states_and_gradients(m, ids) for m in (model, _stripped(model).double()))
+    assert len(ours) == 1 + 2 * 2 * model.config.num_hidden_layers
+    for name, value in theirs.items():
+        assert (ours[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_other_kinds_of_weights_multiply_their_own_way(name, adapted, monkeypatch):
+    """A computed one that requires grad; a subclass, as quantised weights are."""
+
+    class Quantised(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(ops, "lora_linear", None)
+    layer = _layer(torch.float32) if adapted else nn.Linear(12, 20).requires_grad_(False)
+    fuse_layers(layer)
+    base, x = layer.base_layer if adapted else layer, torch.randn(3, 12)
+    value = getattr(base, name).detach()
+    setattr(base, name, Quantised(value, requires_grad=False))
+    assert torch.equal(layer(x), type(layer).forward(layer, x))
+    delattr(base, name)
+    setattr(base, name, value.requires_grad_() * 1)
+    layer(x).sum().backward()
+    assert value.grad is not None
+
+
+def test_torch_func_over_a_fused_model(tiny_model):
+    """Over weights of both kinds, and over the adapters' alone."""
+    model = _adapted(tiny_model("llama").double())
+    fuse_layers(model)
+    ids = torch.randint(64, (2, 5))
+    states = {name: p.detach() for name, p in model.named_parameters() if "norm" not in name}
+    for chosen in (states, {name: p for name, p in states.items() if "lora_" in name}):
+        ours, theirs = (
+            torch.func.grad(lambda p, m=m: torch.func.functional_call(m, p, (ids,)).logits.sin().sum())(chosen)
+            for m in (model, _stripped(model))
+        )
+        _assert_same(ours, theirs)
