@@ -38,6 +38,14 @@ class _Forward:
     def __init__(self, layer: nn.Module) -> None:
         self._layer: Any = layer
 
+    def __call__(self, *arguments: Any, **keywords: Any) -> Tensor:
+        if len(arguments) == 1 and not keywords:
+            return self.fused(*arguments)
+        return self.own(*arguments, **keywords)
+
+    def fused(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def own(self, *arguments: Any, **keywords: Any) -> Tensor:
         y: Tensor = type(self._layer).forward(self._layer, *arguments, **keywords)
         return y
@@ -49,10 +57,10 @@ class _Linear(_Forward):
     With a ``gate`` its input is ``swiglu(gate, x)``.
     """
 
-    def __call__(self, x: Tensor, *arguments: Any, gate: Tensor | None = None, **keywords: Any) -> Tensor:
+    def fused(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         layer = self._layer
         base = layer.base_layer if isinstance(layer, LoraLinear) else layer
-        if not (arguments or keywords) and _is_frozen(base, x):
+        if _is_frozen(base, x):
             if layer is base:  # where there is something to gain
                 if gate is not None or (x.is_cpu and x.dtype == torch.float32):
                     return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
@@ -61,13 +69,13 @@ class _Linear(_Forward):
             elif (adapter := _adapter(layer)) is not None and x.dtype != torch.float16:
                 a, b, scaling = adapter
                 return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=scaling, gate=gate)
-        return self.own(x if gate is None else ops.swiglu(gate, x), *arguments, **keywords)
+        return self.own(x if gate is None else ops.swiglu(gate, x))
 
 
 class _Norm(_Forward):
     """Of an RMSNorm. On a GPU it is transformers' own: our kernel is one for CPUs."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         layer = self._layer
         weight = layer.weight
         if x.is_cpu and x.dtype == weight.dtype and type(weight) in _TENSORS:
@@ -78,7 +86,7 @@ class _Norm(_Forward):
 class _SwiGLU(_Forward):
     """Of a gated perceptron with SiLU. Its product is kept for the backward pass where the last layer is trained."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def fused(self, x: Tensor) -> Tensor:
         layer = self._layer
         gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
         forward = vars(down).get("forward")
@@ -86,7 +94,7 @@ class _SwiGLU(_Forward):
         if gate.dtype != up.dtype:  # two layers' weights may differ
             y = down(layer.act_fn(gate) * up)
         elif isinstance(forward, _Linear) and not _is_watched(down):
-            y = forward(up, gate=gate)
+            y = forward.fused(up, gate)
         else:
             y = down(ops.swiglu(gate, up))
         return y
@@ -99,7 +107,7 @@ def fuse_layers(model: nn.Module) -> None:
     for layer in model.modules():
         forward = None if id(layer) in below or "forward" in vars(layer) else _forward_for(layer)
         if forward is not None:
-            layer.forward = forward(layer)  # type: ignore[assignment]
+            layer.forward = forward(layer)
 
 
 def _forward_for(layer: nn.Module) -> type[_Forward] | None:

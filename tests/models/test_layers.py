@@ -360,6 +360,19 @@ def test_hooks_may_change_what_they_see(part, tiny_model):
     _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
 
 
+def test_arguments_by_name(tiny_model):
+    model = tiny_model("llama").requires_grad_(False)
+    fuse_layers(model)
+    x, layer = torch.randn(3, model.config.hidden_size), model.model.layers[0]
+    torch.testing.assert_close(layer.input_layernorm(hidden_states=x), layer.input_layernorm(x))
+    torch.testing.assert_close(layer.mlp(x=x), layer.mlp(x))
+    torch.testing.assert_close(layer.mlp.up_proj(input=x), layer.mlp.up_proj(x))
+    adapted = _layer(torch.float32)
+    torch.testing.assert_close(adapted(x=torch.ones(2, 12)), adapted(torch.ones(2, 12)))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        layer.mlp()
+
+
 def test_an_adapter_on_the_weight_of_a_fused_layer(tiny_model):
     """peft's target_parameters parametrises a weight while its layer runs."""
     model = tiny_model("llama").requires_grad_(False)
