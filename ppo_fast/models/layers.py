@@ -23,6 +23,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -64,11 +65,12 @@ class _Linear(_Forward):
             if layer is base:  # where there is something to gain
                 if gate is not None or (x.is_cpu and x.dtype == torch.float32):
                     return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
-            elif layer.disable_adapters and not layer.merged:
-                return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
-            elif (adapter := _adapter(layer)) is not None and x.dtype != torch.float16:
-                a, b, scaling = adapter
-                return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=scaling, gate=gate)
+            elif _is_plain(base):
+                if layer.disable_adapters and not layer.merged:
+                    return ops.lora_linear(x, base.weight, bias=base.bias, gate=gate)
+                if (adapter := _adapter(layer)) is not None and x.dtype != torch.float16:
+                    a, b, scaling = adapter
+                    return ops.lora_linear(x, base.weight, a, b, bias=base.bias, scaling=scaling, gate=gate)
         return self.own(x if gate is None else ops.swiglu(gate, x))
 
 
@@ -88,12 +90,14 @@ class _SwiGLU(_Forward):
 
     def fused(self, x: Tensor) -> Tensor:
         layer = self._layer
+        if type(layer.act_fn) not in _SILU or not _is_plain(layer.act_fn):
+            return self.own(x)
         gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
         forward = vars(down).get("forward")
         y: Tensor
         if gate.dtype != up.dtype:  # two layers' weights may differ
             y = down(layer.act_fn(gate) * up)
-        elif isinstance(forward, _Linear) and not _is_watched(down):
+        elif isinstance(forward, _Linear) and _is_plain(down):
             y = forward.fused(up, gate)
         else:
             y = down(ops.swiglu(gate, up))
@@ -141,12 +145,16 @@ def _is_frozen(base: nn.Module, x: Tensor) -> bool:
         and not weight.requires_grad
         and (bias is None or (type(bias) in _TENSORS and not bias.requires_grad))
         and not torch.is_autocast_enabled(x.device.type)
-        and (isinstance(vars(base).get("forward"), _Linear) or not (_is_watched(base) or "forward" in vars(base)))
     )
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+def _is_plain(part: nn.Module) -> bool:
+    """Whether a call of it is its class's forward, or ours, and nothing else: no hook."""
+    return (
+        not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+        and not _has_any_global_hook()
+        and type(vars(part).get("forward")) in (type(None), _Linear)
+    )
 
 
 def _adapter(layer: LoraLinear) -> tuple[Tensor, Tensor, float] | None:
@@ -155,6 +163,7 @@ def _adapter(layer: LoraLinear) -> tuple[Tensor, Tensor, float] | None:
     if layer.merged or len(active) != 1 or active[0] not in layer.lora_A:
         return None
     name = active[0]
-    if name in layer.lora_variant or layer.lora_bias[name] or getattr(layer.lora_dropout[name], "p", 0.0):
+    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if name in layer.lora_variant or layer.lora_bias[name] or getattr(dropout, "p", 0.0):
         return None
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    return (a.weight, b.weight, layer.scaling[name]) if _is_plain(a) and _is_plain(b) and _is_plain(dropout) else None

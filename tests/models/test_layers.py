@@ -338,9 +338,19 @@ def test_fusing_twice_is_fusing_once(tiny_model):
     assert [vars(m).get("forward") for m in model.modules()] == forwards
 
 
+# ----------------------------------------------------------------------------------------- what others do to the layers
+
+
 def _adapted(model):
     config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     return get_peft_model(model, config).get_base_model()
+
+
+def _perceptron(tiny_model):
+    """One with adapters, fused, and an input for it."""
+    model = _adapted(tiny_model("llama"))
+    fuse_layers(model)
+    return model.model.layers[0].mlp, torch.randn(3, model.config.hidden_size, requires_grad=True)
 
 
 def test_attention_may_clamp_its_queries_in_place(tiny_model):
@@ -358,6 +368,74 @@ def test_hooks_may_change_what_they_see(part, tiny_model):
     model.model.layers[0].get_submodule(part).register_forward_hook(lambda module, arguments, y: y.add_(1))
     ids = torch.randint(64, (2, 9))
     _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+PARTS = ["act_fn", "down_proj", "up_proj", *(f"{name}.{part}" for name in ("up_proj", "down_proj") for part in (
+    "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"
+))]  # fmt: skip
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_any_part_is_called(part, hook, tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    calls = []
+    getattr(perceptron.get_submodule(part), f"register_{hook}")(lambda module, *rest: calls.append(module))
+    perceptron(x).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_a_layer_fused_before_its_adapter_came(hook, tiny_model):
+    model = tiny_model("llama")
+    fuse_layers(model)
+    model = _adapted(model)
+    fuse_layers(model)
+    layer, calls = model.model.layers[0].mlp.up_proj, []
+    assert isinstance(layer.base_layer.forward, _Linear)
+    getattr(layer.base_layer, f"register_{hook}")(lambda module, *rest: calls.append(module))
+    layer(torch.randn(3, model.config.hidden_size, requires_grad=True)).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_global_hooks_see_every_layer(hook, tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    calls = []
+    handle = getattr(nn.modules.module, f"register_module_{hook}")(lambda module, *rest: calls.append(module))
+    try:
+        perceptron(x).sum().backward()
+        ours, calls[:] = len(calls), []
+        type(perceptron).__call__(_unfused(perceptron), x).sum().backward()
+    finally:
+        handle.remove()
+    assert ours == len(calls) == 1 + 1 + 3 * 5
+
+
+def _unfused(model):
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        vars(module).pop("forward", None)
+    return other
+
+
+def test_a_part_with_another_forward(tiny_model):
+    """Set on the object, as quantisers and profilers do it."""
+    perceptron, x = _perceptron(tiny_model)
+    for part in PARTS:
+        module, calls = perceptron.get_submodule(part), []
+        before = module.forward
+        module.forward = lambda *a, calls=calls, before=before: calls.append(1) or before(*a)
+        perceptron(x)
+        assert calls == [1], part
+        module.forward = before
+
+
+def test_another_activation_set_later(tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    perceptron.act_fn = nn.GELU()
+    assert torch.equal(perceptron(x), type(perceptron).forward(perceptron, x))
 
 
 def test_arguments_by_name(tiny_model):
