@@ -6,7 +6,7 @@ transformers makes six operations of an RMSNorm, and keeps four tensors of a Swi
 
 Most families have Llama's norm and perceptron line for line, under names of their own: a layer is one of these if its
 forward has the instructions of Llama's. Whatever is more than the formula, another activation, a hook, another kind of
-adapter, a cast, leaves a layer its own forward.
+adapter, a cast, a patched class, leaves a layer its own forward.
 
 Numerics: over bfloat16 weights the adapter's float32 matrices are rounded to bfloat16 on their way into the products,
 as autocast does it; every product is added up in float32 and its result rounded once. Parameters, and the gradients
@@ -15,8 +15,8 @@ that add up in them, stay float32. float16 has too short a range for an adapter'
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+import sys
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ class _Forward:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer: Any = layer
+        self._replaced = type(layer).forward
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Tensor:
-        if len(arguments) == 1 and not keywords:
+        if len(arguments) == 1 and not keywords and type(self._layer).forward is self._replaced:
             return self.fused(*arguments)
         return self.own(*arguments, **keywords)
 
@@ -115,23 +116,45 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _forward_for(layer: nn.Module) -> type[_Forward] | None:
-    if type(layer) is nn.Linear or (type(layer) is LoraLinear and type(layer.base_layer) is nn.Linear):
-        return _Linear
-    if _has_forward_of(layer, LlamaRMSNorm):
+    kind = type(layer)
+    if kind is nn.Linear or (kind is LoraLinear and type(layer.base_layer) is nn.Linear):
+        return _Linear if _own_code(kind) else None
+    if _has_forward_of(kind, LlamaRMSNorm):
         return _Norm
-    if _has_forward_of(layer, LlamaMLP) and type(layer.act_fn) in _SILU:
+    if _has_forward_of(kind, LlamaMLP) and type(layer.act_fn) in _SILU:
         return _SwiGLU
     return None
 
 
-def _has_forward_of(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    own, its = _instructions(type(layer).forward), _instructions(kind.forward)
-    return own is not None and own == its
+def _has_forward_of(kind: type[nn.Module], model: type[nn.Module]) -> bool:
+    own, its = _own_code(kind), _own_code(model)
+    return own is not None and its is not None and _instructions(own) == _instructions(its)
 
 
-def _instructions(function: Callable[..., Any]) -> tuple[Any, ...] | None:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return None if code is None else (code.co_code, code.co_names, code.co_consts)
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    return code.co_code, code.co_names, code.co_consts
+
+
+def _own_code(kind: type[nn.Module]) -> CodeType | None:
+    """The code of the class's forward, if it is what the source of the class's module defines under this name.
+
+    Somebody may have patched any class, Llama's too, before we first see it. What is put in its place comes from
+    another file, whatever names it has copied. transformers decorates none of the forwards that we look for.
+    """
+    owner = next(c for c in kind.__mro__ if "forward" in vars(c))
+    forward = vars(owner)["forward"]
+    genuine = (
+        isinstance(forward, FunctionType)
+        and "__wrapped__" not in vars(forward)
+        and forward.__module__ == owner.__module__
+        and forward.__qualname__ == f"{owner.__qualname__}.forward"
+        and forward.__code__.co_filename == getattr(sys.modules.get(owner.__module__), "__file__", None)
+    )
+    return forward.__code__ if genuine else None
+
+
+# Layers that an operation of ours stands in for without calling them, with their forwards as the source has them.
+_PARTS = {kind: kind.forward for kind in (nn.Linear, LoraLinear, nn.Dropout, nn.Identity, *_SILU) if _own_code(kind)}
 
 
 def _is_frozen(base: nn.Module, x: Tensor) -> bool:
@@ -149,10 +172,11 @@ def _is_frozen(base: nn.Module, x: Tensor) -> bool:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a call of it is its class's forward, or ours, and nothing else: no hook."""
+    """Whether a call of it is its class's forward, or ours, and nothing else: no hook, no patch."""
     return (
         not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
         and not _has_any_global_hook()
+        and _PARTS.get(type(part)) is type(part).forward
         and type(vars(part).get("forward")) in (type(None), _Linear)
     )
 

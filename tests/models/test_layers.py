@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from ppo_fast import ops
 from ppo_fast.models.layers import _Linear, _Norm, _SwiGLU, fuse_layers
@@ -368,6 +372,47 @@ def test_hooks_may_change_what_they_see(part, tiny_model):
     model.model.layers[0].get_submodule(part).register_forward_hook(lambda module, arguments, y: y.add_(1))
     ids = torch.randint(64, (2, 9))
     _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [LlamaRMSNorm, LlamaMLP, Qwen2RMSNorm, Qwen2MLP, nn.Linear, LoraLinear, nn.Identity, type(ACT2FN["silu"])],
+)
+def test_a_patched_class_keeps_its_forward(kind, first, wrapped, tiny_model, monkeypatch):
+    """Patched before its layers are fused, or after; with the names of the forward that it replaces, or its own."""
+    model = _adapted(tiny_model("qwen2" if "Qwen2" in kind.__name__ else "llama"))
+    plain, before, calls = copy.deepcopy(model), kind.forward, []
+
+    def patch(self, *arguments, **keywords):
+        calls.append(self)
+        return before(self, *arguments, **keywords)
+
+    if not first:
+        fuse_layers(model)
+    monkeypatch.setattr(kind, "forward", wraps(before)(patch) if wrapped else patch)
+    if first:
+        fuse_layers(model)
+    ids = torch.randint(64, (2, 5))
+    model(ids)
+    ours = len(calls)
+    plain(ids)
+    assert ours == len(calls) - ours > 0
+
+
+def test_llamas_own_forward_replaced(tiny_model, monkeypatch):
+    """Another formula in Llama's class: its layers have that, and others' are not compared with it."""
+
+    def clamped(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.1) * self.up_proj(x))
+
+    monkeypatch.setattr(LlamaMLP, "forward", clamped)
+    for family, theirs in (("llama", clamped), ("qwen2", Qwen2MLP.forward)):
+        model = tiny_model(family)
+        fuse_layers(model)
+        perceptron, x = model.model.layers[0].mlp, torch.randn(3, model.config.hidden_size)
+        torch.testing.assert_close(perceptron(x), theirs(perceptron, x))
 
 
 PARTS = ["act_fn", "down_proj", "up_proj", *(f"{name}.{part}" for name in ("up_proj", "down_proj") for part in (
