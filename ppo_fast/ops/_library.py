@@ -53,6 +53,15 @@ def no_double_backward(name: str, public_name: str) -> None:
     differentiable(name, backward, lambda ctx, inputs, output: None)
 
 
+def transformed() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp) traces this call.
+
+    An autograd Function with a context is refused there, and one with ``setup_context`` costs a look at its signature
+    in every call. Ops called hundreds of times in a pass have the former, and are their formula under a transform.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def may_give_away(grad_loss: Tensor) -> bool:
     """Whether a gradient made in the forward pass is the result itself, so that its buffer may be handed out.
 

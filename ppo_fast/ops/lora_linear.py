@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, silu
 
 from ppo_fast.ops._checks import check_float_like, check_float_tensor, check_like, check_number
-from ppo_fast.ops._library import define
+from ppo_fast.ops._library import define, transformed
 
 
 def lora_linear(
@@ -99,8 +100,19 @@ def lora_linear(
         check_like("lora_b", lora_b, (out_features, len(lora_a)), weight.device, "weight and lora_a")
     check_number("scaling", scaling)
     with torch.autocast(x.device.type, enabled=False):
+        if transformed():
+            return _formula(x, weight, bias, lora_a, lora_b, float(scaling), gate)
         y: Tensor = _LoraLinear.apply(x, weight, bias, lora_a, lora_b, float(scaling), gate)
-    return y
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float,
+    gate: Tensor | None,
+) -> Tensor:  # fmt: skip
+    x = x if gate is None else silu(gate) * x
+    y = linear(x, weight, bias)
+    return y if a is None or b is None else y + linear(linear(x, a.to(x.dtype)) * scaling, b.to(x.dtype))
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -114,7 +126,7 @@ class _LoraLinear(torch.autograd.Function):
         needs_x = gate is not None or ctx.needs_input_grad[3]
         ctx.save_for_backward(x if needs_x else None, gate, weight, a, b, h)
         ctx.shape, ctx.scaling = x.shape, scaling
-        return y.view(*x.shape[:-1], len(weight))
+        return y  # [N, out]: a view made here could not be written to
 
     @staticmethod
     @once_differentiable
@@ -122,11 +134,10 @@ class _LoraLinear(torch.autograd.Function):
         x, gate, weight, a, b, h = ctx.saved_tensors
         want_up, _, _, want_a, want_b, _, want_gate = ctx.needs_input_grad
         want_x = want_up or want_gate
-        dy = grad.reshape(-1, grad.shape[-1])
-        rows = _input(x, gate) if want_a else dy.new_empty(1).expand(len(dy), ctx.shape[-1])  # which nothing looks at
+        rows = _input(x, gate) if want_a else grad.new_empty(1).expand(len(grad), ctx.shape[-1])  # nothing reads these
         run = torch.ops.ppo_fast.lora_linear_backward if grad.dtype == torch.float32 else _eager_backward
         like = (_like(a, grad), _like(b, grad))
-        dx, da, db = run(dy, rows, weight, *like, h, ctx.scaling, want_x, want_a, want_b)
+        dx, da, db = run(grad, rows, weight, *like, h, ctx.scaling, want_x, want_a, want_b)
         dx, d_gate = dx.view(ctx.shape) if want_x else None, None
         if gate is not None and want_x:
             d_gate, dx = torch.ops.ppo_fast.swiglu_backward(dx, gate, x)
@@ -158,7 +169,7 @@ def _eager(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """``y`` [n, out] and ``h = scaling * x A^T`` [n, r], with r = 0 if there is no adapter."""
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = linear(x, weight, bias)
     if a is None or b is None:
         return y, x.new_empty(len(x), 0)
     h = (x @ a.t()).mul_(scaling)

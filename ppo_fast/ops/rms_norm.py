@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppo_fast.ops._checks import check_coefficient, check_float_tensor, check_like
-from ppo_fast.ops._library import define, stat_dtype
+from ppo_fast.ops._library import define, stat_dtype, transformed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -35,8 +35,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     if weight.dtype != x.dtype:
         raise TypeError(f"weight must have the dtype of x, {x.dtype}, got {weight.dtype}")
     check_coefficient("eps", eps)
+    if transformed():
+        return _eager(x, weight, float(eps))[0]
     y: Tensor = _RMSNorm.apply(x, weight.contiguous(), float(eps))
-    return y
+    return y.view(x.shape)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -45,13 +47,13 @@ class _RMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, rstd = torch.ops.ppo_fast.rms_norm(rows, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return y.view(x.shape)
+        return y  # [N, H]: a view made here could not be written to
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
-        rows, dy = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, grad))
+        rows, dy = x.reshape(-1, x.shape[-1]).contiguous(), grad.contiguous()
         want_x, want_weight, _ = ctx.needs_input_grad
         d_x = torch.ops.ppo_fast.rms_norm_backward(dy, rows, weight, rstd).view(x.shape) if want_x else None
         return d_x, _weight_gradient(dy, rows, rstd).to(weight.dtype) if want_weight else None, None
@@ -68,7 +70,7 @@ def _eager(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``y`` [N, H] and ``rstd = 1 / sqrt(mean(x^2) + eps)`` [N], float32 (float64 for float64)."""
     wide = x.to(stat_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    return (wide * rstd[:, None] * weight).to(x.dtype), rstd
+    return (wide * rstd[..., None] * weight).to(x.dtype), rstd
 
 
 def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from ppo_fast.ops._checks import check_float_tensor, check_like
-from ppo_fast.ops._library import define
+from ppo_fast.ops._library import define, transformed
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -35,6 +35,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     check_like("up", up, gate.shape, gate.device, "gate")
     if up.dtype != gate.dtype:
         raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
+    if transformed():
+        return _eager(gate, up)
     product: Tensor = _SwiGLU.apply(gate.contiguous(), up.contiguous())
     return product
 

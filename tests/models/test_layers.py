@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from ppo_fast import ops
 from ppo_fast.models.layers import _Linear, _Norm, _SwiGLU, fuse_layers
@@ -336,3 +340,206 @@ def test_fusing_twice_is_fusing_once(tiny_model):
     forwards = [vars(m).get("forward") for m in model.modules()]
     fuse_layers(model)
     assert [vars(m).get("forward") for m in model.modules()] == forwards
+
+
+# ----------------------------------------------------------------------------------------- what others do to the layers
+
+
+def _adapted(model):
+    config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(model, config).get_base_model()
+
+
+def _perceptron(tiny_model):
+    """One with adapters, fused, and an input for it."""
+    model = _adapted(tiny_model("llama"))
+    fuse_layers(model)
+    return model.model.layers[0].mlp, torch.randn(3, model.config.hidden_size, requires_grad=True)
+
+
+def test_attention_may_clamp_its_queries_in_place(tiny_model):
+    """OLMo's clip_qkv."""
+    model = _adapted(tiny_model("olmo", clip_qkv=0.5).double())
+    fuse_layers(model)
+    ids = torch.randint(64, (2, 9))
+    _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp", "mlp.up_proj", "self_attn.q_proj"])
+def test_hooks_may_change_what_they_see(part, tiny_model):
+    model = _adapted(tiny_model("llama").double())
+    fuse_layers(model)
+    model.model.layers[0].get_submodule(part).register_forward_hook(lambda module, arguments, y: y.add_(1))
+    ids = torch.randint(64, (2, 9))
+    _assert_same(_states_and_gradients(model, ids), _states_and_gradients(_stripped(model), ids))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [LlamaRMSNorm, LlamaMLP, Qwen2RMSNorm, Qwen2MLP, nn.Linear, LoraLinear, nn.Identity, type(ACT2FN["silu"])],
+)
+def test_a_patched_class_keeps_its_forward(kind, first, wrapped, tiny_model, monkeypatch):
+    """Patched before its layers are fused, or after; with the names of the forward that it replaces, or its own."""
+    model = _adapted(tiny_model("qwen2" if "Qwen2" in kind.__name__ else "llama"))
+    plain, before, calls = copy.deepcopy(model), kind.forward, []
+
+    def patch(self, *arguments, **keywords):
+        calls.append(self)
+        return before(self, *arguments, **keywords)
+
+    if not first:
+        fuse_layers(model)
+    monkeypatch.setattr(kind, "forward", wraps(before)(patch) if wrapped else patch)
+    if first:
+        fuse_layers(model)
+    ids = torch.randint(64, (2, 5))
+    model(ids)
+    ours = len(calls)
+    plain(ids)
+    assert ours == len(calls) - ours > 0
+
+
+def test_llamas_own_forward_replaced(tiny_model, monkeypatch):
+    """Another formula in Llama's class: its layers have that, and others' are not compared with it."""
+
+    def clamped(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=0.1) * self.up_proj(x))
+
+    monkeypatch.setattr(LlamaMLP, "forward", clamped)
+    for family, theirs in (("llama", clamped), ("qwen2", Qwen2MLP.forward)):
+        model = tiny_model(family)
+        fuse_layers(model)
+        perceptron, x = model.model.layers[0].mlp, torch.randn(3, model.config.hidden_size)
+        torch.testing.assert_close(perceptron(x), theirs(perceptron, x))
+
+
+PARTS = ["act_fn", "down_proj", "up_proj", *(f"{name}.{part}" for name in ("up_proj", "down_proj") for part in (
+    "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"
+))]  # fmt: skip
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_any_part_is_called(part, hook, tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    calls = []
+    getattr(perceptron.get_submodule(part), f"register_{hook}")(lambda module, *rest: calls.append(module))
+    perceptron(x).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_on_a_layer_fused_before_its_adapter_came(hook, tiny_model):
+    model = tiny_model("llama")
+    fuse_layers(model)
+    model = _adapted(model)
+    fuse_layers(model)
+    layer, calls = model.model.layers[0].mlp.up_proj, []
+    assert isinstance(layer.base_layer.forward, _Linear)
+    getattr(layer.base_layer, f"register_{hook}")(lambda module, *rest: calls.append(module))
+    layer(torch.randn(3, model.config.hidden_size, requires_grad=True)).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_global_hooks_see_every_layer(hook, tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    calls = []
+    handle = getattr(nn.modules.module, f"register_module_{hook}")(lambda module, *rest: calls.append(module))
+    try:
+        perceptron(x).sum().backward()
+        ours, calls[:] = len(calls), []
+        type(perceptron).__call__(_unfused(perceptron), x).sum().backward()
+    finally:
+        handle.remove()
+    assert ours == len(calls) == 1 + 1 + 3 * 5
+
+
+def _unfused(model):
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        vars(module).pop("forward", None)
+    return other
+
+
+def test_a_part_with_another_forward(tiny_model):
+    """Set on the object, as quantisers and profilers do it."""
+    perceptron, x = _perceptron(tiny_model)
+    for part in PARTS:
+        module, calls = perceptron.get_submodule(part), []
+        before = module.forward
+        module.forward = lambda *a, calls=calls, before=before: calls.append(1) or before(*a)
+        perceptron(x)
+        assert calls == [1], part
+        module.forward = before
+
+
+def test_another_activation_set_later(tiny_model):
+    perceptron, x = _perceptron(tiny_model)
+    perceptron.act_fn = nn.GELU()
+    assert torch.equal(perceptron(x), type(perceptron).forward(perceptron, x))
+
+
+def test_arguments_by_name(tiny_model):
+    model = tiny_model("llama").requires_grad_(False)
+    fuse_layers(model)
+    x, layer = torch.randn(3, model.config.hidden_size), model.model.layers[0]
+    torch.testing.assert_close(layer.input_layernorm(hidden_states=x), layer.input_layernorm(x))
+    torch.testing.assert_close(layer.mlp(x=x), layer.mlp(x))
+    torch.testing.assert_close(layer.mlp.up_proj(input=x), layer.mlp.up_proj(x))
+    adapted = _layer(torch.float32)
+    torch.testing.assert_close(adapted(x=torch.ones(2, 12)), adapted(torch.ones(2, 12)))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        layer.mlp()
+
+
+def test_an_adapter_on_the_weight_of_a_fused_layer(tiny_model):
+    """peft's target_parameters parametrises a weight while its layer runs."""
+    model = tiny_model("llama").requires_grad_(False)
+    fuse_layers(model)
+    names = ["self_attn.q_proj.weight", "mlp.down_proj.weight"]
+    config = LoraConfig(r=3, target_modules=[], target_parameters=names, init_lora_weights=False)
+    model = get_peft_model(model, config).get_base_model()
+    ids = torch.randint(64, (2, 9))
+    ours, theirs = (_states_and_gradients(m, ids) for m in (model, _stripped(model).double()))
+    assert len(ours) == 1 + 2 * 2 * model.config.num_hidden_layers
+    for name, value in theirs.items():
+        assert (ours[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_other_kinds_of_weights_multiply_their_own_way(name, adapted, monkeypatch):
+    """A computed one that requires grad; a subclass, as quantised weights are."""
+
+    class Quantised(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(ops, "lora_linear", None)
+    layer = _layer(torch.float32) if adapted else nn.Linear(12, 20).requires_grad_(False)
+    fuse_layers(layer)
+    base, x = layer.base_layer if adapted else layer, torch.randn(3, 12)
+    value = getattr(base, name).detach()
+    setattr(base, name, Quantised(value, requires_grad=False))
+    assert torch.equal(layer(x), type(layer).forward(layer, x))
+    delattr(base, name)
+    setattr(base, name, value.requires_grad_() * 1)
+    layer(x).sum().backward()
+    assert value.grad is not None
+
+
+def test_torch_func_over_a_fused_model(tiny_model):
+    """Over weights of both kinds, and over the adapters' alone."""
+    model = _adapted(tiny_model("llama").double())
+    fuse_layers(model)
+    ids = torch.randint(64, (2, 5))
+    states = {name: p.detach() for name, p in model.named_parameters() if "norm" not in name}
+    for chosen in (states, {name: p for name, p in states.items() if "lora_" in name}):
+        ours, theirs = (
+            torch.func.grad(lambda p, m=m: torch.func.functional_call(m, p, (ids,)).logits.sin().sum())(chosen)
+            for m in (model, _stripped(model))
+        )
+        _assert_same(ours, theirs)

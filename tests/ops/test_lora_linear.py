@@ -125,6 +125,35 @@ def test_leading_dimensions(cpu_backend, shape):
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_result_may_be_written_to(cpu_backend, shape, dtype):
+    """As OLMo's attention clamps its queries, and a hook adds to what it sees."""
+    given, x = layer(33, 6, 2, dtype), torch.randn(*shape, 6).to(dtype).requires_grad_()
+    apart = lora_linear(x, **given).clamp(-1, 1) + 1
+    within = lora_linear(x, **given).clamp_(-1, 1)
+    within += 1
+    assert torch.equal(within, apart)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (within, apart)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_torch_func(cpu_backend, gated):
+    """Gradients, second ones too, and a batch of adapters over one layer."""
+    given, x = {name: t.double() for name, t in layer(20, 6, 2).items()}, torch.randn(3, 4, 6, dtype=torch.float64)
+    product, gate = (swiglu(x, x), x) if gated else (x, None)
+
+    def ours(a: Tensor) -> Tensor:
+        return lora_linear(x, **given | {"lora_a": a}, scaling=0.6, gate=gate).sin().sum()
+
+    def theirs(a: Tensor) -> Tensor:
+        return composed(product, **given | {"lora_a": a}, scaling=0.6, dtype=torch.float64).sin().sum()
+
+    adapters = torch.randn(5, 2, 6, dtype=torch.float64)
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: f):
+        torch.testing.assert_close(*(torch.func.vmap(transform(f))(adapters) for f in (ours, theirs)))
+
+
 # ----------------------------------------------------------------------------------------------- a SwiGLU's last layer
 
 

@@ -91,6 +91,24 @@ def test_inputs_of_any_layout(cpu_backend):
     assert all(map(torch.equal, ours, plain))
 
 
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+def test_the_result_may_be_written_to(cpu_backend, shape):
+    x, weight, _ = (t.requires_grad_() for t in rows(*shape))
+    within, apart = rms_norm(x, weight).mul_(3).add_(1), rms_norm(x, weight) * 3 + 1
+    assert torch.equal(within, apart)
+    ours, theirs = (torch.autograd.grad(y.sum(), (x, weight)) for y in (within, apart))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_torch_func(cpu_backend):
+    x, weight, _ = rows(4, 3, 6, dtype=torch.float64)
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: f):
+        ours, theirs = (
+            torch.func.vmap(transform(lambda x, f=f: f(x, weight, 0.3).sin().sum()))(x) for f in (rms_norm, separate)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("asked", [(True, False), (False, True)])
 def test_gradients_flow_to_what_asks_for_them(cpu_backend, asked):
     x, weight, upstream = rows(4, 6)

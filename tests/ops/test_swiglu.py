@@ -91,6 +91,23 @@ def test_inputs_of_any_layout(cpu_backend):
     assert all(map(torch.equal, ours, plain))
 
 
+def test_the_result_may_be_written_to(cpu_backend):
+    gate, up = (torch.randn(2, 3, 5, requires_grad=True) for _ in range(2))
+    within, apart = swiglu(gate, up).mul_(3).add_(1), swiglu(gate, up) * 3 + 1
+    assert torch.equal(within, apart)
+    ours, theirs = (torch.autograd.grad(y.sum(), (gate, up)) for y in (within, apart))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_torch_func(cpu_backend):
+    gate, up = (torch.randn(4, 3, 5, dtype=torch.float64) for _ in range(2))
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: f):
+        ours, theirs = (
+            torch.func.vmap(transform(lambda g, u, f=f: f(g, u).sin().sum()))(gate, up) for f in (swiglu, separate)
+        )
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_backward_keeps_the_two_inputs():
     gate, up = (torch.randn(10, 30, requires_grad=True) for _ in range(2))
     kept = {}
