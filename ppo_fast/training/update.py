@@ -72,6 +72,11 @@ def run(
             has changed yet.
     """
     stats = UpdateStats()
+    if roles.adapters is not None:
+        for (
+            parameter
+        ) in roles.trained:  # peft's disable_adapter() and set_adapter() freeze them, in a callback or reward
+            parameter.requires_grad_(True)
     for _epoch in range(config.num_ppo_epochs):
         for start in range(0, config.rollout_size, config.minibatch_size):
             if not experience.mask[start : start + config.minibatch_size].any():
@@ -116,7 +121,7 @@ def _gradients(
 def _gradients_kept(roles: Roles, device: torch.device) -> contextlib.AbstractContextManager[None]:
     if roles.adapters is None or device.type != "cpu":
         return contextlib.nullcontext()
-    return gradients_before_graphs([*roles.policy_parameters.values(), *roles.value_parameters.values()])
+    return gradients_before_graphs(roles.trained)
 
 
 def _backward(
