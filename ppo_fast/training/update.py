@@ -72,10 +72,9 @@ def run(
             has changed yet.
     """
     stats = UpdateStats()
-    if roles.adapters is not None:
-        for (
-            parameter
-        ) in roles.trained:  # peft's disable_adapter() and set_adapter() freeze them, in a callback or reward
+    for parameter in roles.trained:
+        parameter.grad = None  # of an update that was interrupted or refused, in this trainer or an earlier one
+        if roles.adapters is not None:  # peft's disable_adapter() and set_adapter(), in a callback or reward, freeze it
             parameter.requires_grad_(True)
     for _epoch in range(config.num_ppo_epochs):
         for start in range(0, config.rollout_size, config.minibatch_size):

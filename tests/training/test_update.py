@@ -203,3 +203,16 @@ def test_replies_are_the_policys_after_a_switch_of_pefts_own(make_trainer):
     trainer.roles.adapters.set_adapter("policy")
     with trainer.roles.adapters.disable_adapter():
         assert torch.equal(trainer.generate_replies(trainer.prompts[:3], seed=1).logprobs, expected.logprobs)
+
+
+def test_gradients_that_were_there_before_are_no_part_of_the_first_step(make_trainer):
+    """As a run that the step-0 check refuses leaves them to the next trainer on the same model."""
+    norms = []
+    for stale in (False, True):
+        trainer = make_trainer(lora=False)
+        experience = experience_of(trainer)
+        for parameter in trainer.roles.trained:
+            parameter.grad = torch.ones_like(parameter) if stale else None
+        stats, _ = run(trainer, experience)
+        norms.append((stats.policy_grad_norms, stats.value_grad_norms))
+    assert norms[0] == norms[1]
