@@ -112,7 +112,8 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
         for name, actor in actors.items():
             with annotate(f"ppo_fast/{name}_forward"):
                 states[name] = actor.hidden(batch, after_last=True)
-            logprobs[name][rows, :width] = _logprobs(actor.head, states[name][:, :-1], batch, config.temperature)
+            found = _logprobs(actor.head, states[name][:, :-1], batch, config.temperature)
+            logprobs[name][rows, :width] = found.float()
         row_values, bootstrap[rows] = roles.critic.values(
             batch, states.get("rescored") if roles.critic.shares_policy else None
         )
