@@ -135,6 +135,11 @@ class Roles:
     adapters: PeftModel | None  # the model that holds the adapters, under LoRA
     critic_model: PreTrainedModel | None  # the critic's own body, when it has one
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Every parameter that an optimizer owns."""
+        return [*self.policy_parameters.values(), *self.value_parameters.values()]
+
 
 def build_roles(
     model: PreTrainedModel | PeftModel,

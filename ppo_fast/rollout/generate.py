@@ -35,6 +35,9 @@ PREFILL_TOKENS, PREFILL_TOKENS_GPU = 192, 4096
 """Prompt tokens in one pass. A CPU's products gain nothing from more, and activations take memory; not measured on a
 GPU, whose products want a few thousand rows."""
 
+LOWEST_TEMPERATURE = 1e-6
+"""But for 0. Logits of a few hundred, divided by it, stay far from the end of float32."""
+
 
 @torch.no_grad()
 def generate(
@@ -85,8 +88,8 @@ def generate(
     Raises:
         FloatingPointError: logits are NaN or infinite.
         ValueError: no prompt or an empty one, one that leaves no room in the model's context, an id outside the
-            vocabulary, a temperature that is negative or not finite, a top_k or top_p out of range, lengths or slots
-            below 1, not one seed and limit per reply, a dtype that can't be had.
+            vocabulary, a temperature that is negative, not finite, or between 0 and ``LOWEST_TEMPERATURE``, a top_k or
+            top_p out of range, lengths or slots below 1, not one seed and limit per reply, a dtype that can't be had.
         UserError: the model has no cache of keys and values, or more than that.
     """
     limits = [max_new_tokens] * len(prompt_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -300,6 +303,8 @@ def _check_arguments(
 def _check_cut(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be >= 0 and finite, got {temperature}")
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {temperature}")
     if top_k is not None and not 1 <= top_k <= MOST_KEPT:
         raise ValueError(f"top_k must be from 1 to {MOST_KEPT}, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:

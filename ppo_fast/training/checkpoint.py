@@ -34,8 +34,7 @@ _ADAPTER_FILE, _HEAD_FILE, _STATE_FILE = "adapter_model.safetensors", "value_hea
 
 def size_in_bytes(roles: Roles) -> int:
     """An upper estimate of one checkpoint: each trained tensor, and Adam's two moments of it."""
-    trained = [*roles.policy_parameters.values(), *roles.value_parameters.values()]
-    return 3 * sum(p.numel() * p.element_size() for p in trained) + 2**20
+    return 3 * sum(p.numel() * p.element_size() for p in roles.trained) + 2**20
 
 
 def find(run: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ppo_fast.errors import UserError
 from ppo_fast.rollout.batch import MOST_KEPT
+from ppo_fast.rollout.generate import LOWEST_TEMPERATURE
 from ppo_fast.rollout.vllm import LEAST_TEMPERATURE
 
 _FORWARD_TOKENS = 2048  # enough for a matrix product to be at its best
@@ -207,12 +208,15 @@ class PPOConfig:
     """Of adapters' initial weights, prompt order, sampling and minibatches."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field, getattr(self, field.name))
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, allowed))}")
         self._require(_COUNTS, lambda value: value >= 1, "at least 1")
         self._require(_NOT_NEGATIVE, lambda value: math.isfinite(value) and value >= 0, "finite and at least 0")
         self._require(_POSITIVE, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
+        self._require(("temperature",), lambda value: value >= LOWEST_TEMPERATURE, f"at least {LOWEST_TEMPERATURE}")
         self._require(("gamma", "lam"), lambda value: 0 <= value <= 1, "between 0 and 1")
         self._require(_POSITIVE_OR_NULL, lambda value: value is None or value > 0, "above 0, or null")
         self._require(("cliprange", "vllm_memory"), lambda value: 0 < value < 1, "between 0 and 1")
@@ -220,11 +224,8 @@ class PPOConfig:
             ("top_k",), lambda value: value is None or 1 <= value <= MOST_KEPT, f"from 1 to {MOST_KEPT}, or null"
         )
         self._require(("top_p",), lambda value: value is None or 0 < value <= 1, "above 0 and at most 1, or null")
-        self._require(
-            ("stop_strings",), lambda texts: texts is None or (texts and all(texts)), "texts, none of them empty"
-        )
         self._require(("dual_clip",), lambda value: value is None or value > 1, "above 1, or null")
-        self._require(("seed",), lambda value: isinstance(value, int) and 0 <= value < SEEDS, "from 0 to 2**32 - 1")
+        self._require(("seed",), lambda value: 0 <= value < SEEDS, "from 0 to 2**32 - 1")
         if self.report_to != "none":
             self._require_tracker()
         if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
@@ -308,7 +309,7 @@ class PPOConfig:
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         check_keys(settings, fields, "ppo")
-        values = {name: _coerce(fields[name], value) for name, value in settings.items()}
+        values = {name: _number(fields[name], value) for name, value in settings.items()}
         if "output_dir" not in values:
             raise UserError("output_dir isn't set; name the folder the run shall write")
         return cls(**values)
@@ -362,19 +363,22 @@ def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], section: s
             raise UserError(f"unknown key {key!r} in section {section!r}; {hint}")
 
 
-def _coerce(field: dataclasses.Field[Any], value: Any) -> Any:
-    """YAML reads 3e-6 as a string and 1 as an int; anything else of the wrong type is an error."""
-    annotation = str(field.type)
-    if value is None and "None" in annotation:
-        return None
-    if annotation.startswith("list[str]"):
-        if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
-            return value
-        raise UserError(f"{field.name} is {value!r}; it must be a list of texts")
-    wanted = {"float": float, "int": int, "bool": bool, "str": str}[annotation.split(" | ")[0]]
-    if wanted is float and isinstance(value, (str, int)) and not isinstance(value, bool):
+def _number(field: dataclasses.Field[Any], value: Any) -> Any:
+    """YAML reads 3e-6 as a string and 1 as an int."""
+    if str(field.type).startswith("float") and isinstance(value, (str, int)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
             return float(value)
-    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
-        return value
-    raise UserError(f"{field.name} is {value!r}; it must be of type {annotation}")
+    return value
+
+
+def _check_type(field: dataclasses.Field[Any], value: Any) -> None:
+    annotation = str(field.type)
+    if value is None and "None" in annotation:
+        return
+    if annotation.startswith("list[str]"):
+        if not isinstance(value, (list, tuple)) or not value or not all(isinstance(x, str) and x for x in value):
+            raise UserError(f"{field.name} is {value!r}; it must be a list of texts, none of them empty")
+        return
+    kinds = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}[annotation.split(" | ")[0]]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
+        raise UserError(f"{field.name} is {value!r}; it must be of type {annotation}")

@@ -49,10 +49,12 @@ def gradients_before_graphs(parameters: Iterable[nn.Parameter]) -> Iterator[None
     for p, grad in made.items():
         p.grad = grad
     del made
-    yield
-    for p, version in fresh.items():
-        if p.grad is not None and p.grad._version == version:  # nothing was added to it
-            p.grad = None
+    try:
+        yield
+    finally:
+        for p, version in fresh.items():
+            if p.grad is not None and p.grad._version == version:  # nothing was added to it
+                p.grad = None
 
 
 @functools.cache

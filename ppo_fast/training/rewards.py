@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_fast.errors import UserError
@@ -112,7 +113,7 @@ class RewardModel:
 
     def __init__(
         self,
-        model: PreTrainedModel | str,
+        model: PreTrainedModel | PeftModel | str,
         tokenizer: PreTrainedTokenizerBase | None,
         device: torch.device,
         batch_size: Callable[[int], int],

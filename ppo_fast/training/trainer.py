@@ -60,7 +60,8 @@ class PPOTrainer:
     Args:
         model: the policy: a path or hub id, a causal language model, or one with an adapter on it.
         reward_funcs: one or several of: functions ``f(prompts, completions, completion_ids=..., **columns)`` that
-            return a number or None per completion; reward models (sequence classifiers with one label); their paths.
+            return a number or None per completion; reward models (sequence classifiers with one label, an adapter on
+            them or not); their paths.
         args: the settings.
         train_dataset: rows with a ``prompt`` (text, or a list of chat messages): a JSONL path, a list, a ``Dataset``.
         eval_dataset: held-out rows, for :meth:`generate_replies` and the command line's ``eval``.
@@ -269,6 +270,8 @@ class PPOTrainer:
         actor = self.roles.reference if reference else self.roles.policy
         if actor is None:
             raise UserError('there is no reference to compare with (ref_model="none")')
+        if not prompts:
+            raise UserError("there are no prompts to reply to; give at least one")
         generator = torch.Generator().manual_seed(seed)
         return self._sample(actor, self._tokenize(prompts), generator)
 
@@ -419,7 +422,7 @@ class PPOTrainer:
             raise UserError(f"{len(tokenizers)} reward_processing_classes for {len(given)} reward_funcs; give one each")
         functions: list[RewardFunction] = []
         for reward, tokenizer in zip(given, tokenizers, strict=True):
-            if isinstance(reward, (str, PreTrainedModel)):
+            if isinstance(reward, (str, PreTrainedModel, PeftModel)):
                 functions.append(RewardModel(reward, tokenizer, self.accelerator.device, self.args.forward_batch_size))
             elif callable(reward):
                 functions.append(reward)

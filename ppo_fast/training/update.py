@@ -72,6 +72,10 @@ def run(
             has changed yet.
     """
     stats = UpdateStats()
+    for parameter in roles.trained:
+        parameter.grad = None  # of an update that was interrupted or refused, in this trainer or an earlier one
+        if roles.adapters is not None:  # peft's disable_adapter() and set_adapter(), in a callback or reward, freeze it
+            parameter.requires_grad_(True)
     for _epoch in range(config.num_ppo_epochs):
         for start in range(0, config.rollout_size, config.minibatch_size):
             if not experience.mask[start : start + config.minibatch_size].any():
@@ -116,7 +120,7 @@ def _gradients(
 def _gradients_kept(roles: Roles, device: torch.device) -> contextlib.AbstractContextManager[None]:
     if roles.adapters is None or device.type != "cpu":
         return contextlib.nullcontext()
-    return gradients_before_graphs([*roles.policy_parameters.values(), *roles.value_parameters.values()])
+    return gradients_before_graphs(roles.trained)
 
 
 def _backward(

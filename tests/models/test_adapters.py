@@ -195,3 +195,23 @@ def test_a_switch_doesnt_walk_the_model(switched, monkeypatch):
     with adapters.use("value"), adapters.use(None):
         pass
     assert not walks
+
+
+@pytest.mark.parametrize("other", ["value", "reference", None])
+def test_a_switch_of_pefts_own_in_between_is_seen(switched, other):
+    _, model, adapters = switched
+    expected = {}
+    for name in NAMES:
+        with adapters.use(name):
+            expected[name] = _logits(model)
+    if other is None:
+        model.base_model.disable_adapter_layers()
+    else:
+        model.set_adapter(other)
+    outside = _logits(model)
+    for name in NAMES:
+        with adapters.use(name):
+            assert torch.equal(_logits(model), expected[name])
+        assert torch.equal(_logits(model), outside)  # as the other left it
+    model.base_model.enable_adapter_layers()
+    Adapters(model, ("policy", "value"))  # as the other tests find it

@@ -575,6 +575,7 @@ def test_layers_are_as_before_afterwards(tiny_model):
         ({"temperature": -0.1}, "temperature must be >= 0 and finite, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be >= 0 and finite, got nan"),
         ({"temperature": float("inf")}, "temperature must be >= 0 and finite, got inf"),
+        ({"temperature": 1e-39}, r"temperature must be 0 \(greedy\) or at least 1e-06, got 1e-39"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must lie in \(0, 1\], got 1.1"),
         ({"top_k": 0}, "top_k must be from 1 to 1024, got 0"),

@@ -61,6 +61,18 @@ def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
         ({"missing_eos_penalty": 1.0, "missing_eos_score": -1.0}, "both set"),
         ({"truncation": "bootstrap", "missing_eos_penalty": 1.0}, "bootstrap"),
         ({"total_episodes": 0}, "total_episodes is 0"),
+        ({"local_rollout_forward_batch_size": 2.5}, "local_rollout_forward_batch_size is 2.5; it must be of type int"),
+        ({"local_rollout_forward_batch_size": True}, "local_rollout_forward_batch_size is True; it must be of type"),
+        ({"local_rollout_forward_batch_size": "2"}, "local_rollout_forward_batch_size is '2'; it must be of type int"),
+        ({"response_length": 8.0}, "response_length is 8.0; it must be of type int"),
+        ({"learning_rate": "3e-6"}, "learning_rate is '3e-6'; it must be of type float"),
+        ({"gamma": True}, "gamma is True; it must be of type float"),
+        ({"whiten_rewards": 1}, "whiten_rewards is 1; it must be of type bool"),
+        ({"seed": True}, "seed is True; it must be of type int"),
+        ({"stop_strings": "END"}, "stop_strings is 'END'; it must be a list of texts"),
+        ({"stop_strings": [5]}, r"stop_strings is \[5\]; it must be a list of texts"),
+        ({"stop_strings": ["END", ""]}, "it must be a list of texts, none of them empty"),
+        ({"temperature": 1e-39}, "temperature is 1e-39; it must be at least 1e-06"),
         ({"seed": -1}, "seed is -1; it must be from 0 to"),
         ({"seed": 2**32}, "seed is 4294967296"),
         ({"report_to": "nope"}, "report_to is 'nope', which isn't among the trackers .*; install it, or use none"),
@@ -69,6 +81,11 @@ def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
 def test_bad_values_are_named(settings, message):
     with pytest.raises(UserError, match=message):
         config(**settings)
+
+
+def test_numbers_may_be_whole_and_texts_a_tuple():
+    made = config(gamma=1, learning_rate=0, stop_strings=("END", "."))
+    assert (made.gamma, made.learning_rate, made.stop_strings) == (1, 0, ("END", "."))
 
 
 def test_a_tracker_that_is_installed_is_accepted(monkeypatch):

@@ -81,3 +81,17 @@ def test_a_gradient_of_zero_is_one():
     with gradients_before_graphs([parameter]):
         (0 * parameter).sum().backward()
     assert parameter.grad.tolist() == [0, 0, 0]
+
+
+def test_an_exception_leaves_no_gradients_of_nothing():
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def interrupted():
+        with gradients_before_graphs([used, unused]):
+            (2 * used).sum().backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert used.grad.tolist() == [2, 2, 2]
+    assert unused.grad is None

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from ppo_fast.errors import UserError
-from ppo_fast.training import checkpoint
+from ppo_fast.training import checkpoint, update
 
 
 class StopAfter(TrainerCallback):
@@ -74,6 +74,30 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_trainer, tmp_path, variant
     assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
     for file in sorted((tmp_path / "whole" / "completions").iterdir()):
         assert (tmp_path / "cut" / "completions" / file.name).read_text() == file.read_text()
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_trainer_interrupted_in_an_update_resumes_to_the_bit(make_trainer, tmp_path, monkeypatch, lora):
+    """By itself: the gradients of the minibatch it was in are gone."""
+    whole = make_trainer(lora=lora, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    resumed = make_trainer(lora=lora, output_dir=str(tmp_path / "cut"))
+    original, calls = update._backward, []
+
+    def interrupted(*arguments):
+        calls.append(original(*arguments))
+        if len(calls) == 9:  # the first of the third iteration
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "_backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            resumed.train()
+    assert resumed.state.global_step == 2
+    resumed.train(resume_from_checkpoint=True)
+    for name, expected in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], expected), name
 
 
 def test_metrics_of_the_interrupted_run_are_kept_beside(make_trainer, tmp_path):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ppo_fast import ops
-from ppo_fast.training import experience
-from ppo_fast.training.experience import policy_logprobs, score
+from ppo_fast.training import experience, update
+from ppo_fast.training.experience import policy_logprobs, score, shape
 
 
 def scored(trainer):
@@ -42,8 +42,8 @@ def test_each_role_says_what_it_says_alone(make_trainer, lora, value_model, resc
     ("lora", "value_model", "rescored", "bodies", "heads"),
     [
         (True, None, False, 2, 1),  # reference, critic
-        (True, None, True, 3, 1),  # the policy too; its head is the reference's
-        (True, "head", True, 2, 1),  # policy and critic in one
+        (True, None, True, 3, 2),  # the policy too
+        (True, "head", True, 2, 2),  # policy and critic in one
         (True, "head", False, 2, 1),
         (False, "head", True, 2, 2),  # the reference is a copy, and so is its head
     ],
@@ -100,3 +100,24 @@ def test_rows_to_a_pass(make_trainer, monkeypatch, together, rescored, passes):
     torch.testing.assert_close(forwards.ref_logprobs, reference, rtol=0, atol=1e-5)
     torch.testing.assert_close(forwards.values, values.where(rollout.response_mask, 0.0), rtol=0, atol=1e-5)
     torch.testing.assert_close(forwards.bootstrap_values, last, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("value_model", [None, "head"])
+def test_rescored_logprobs_have_the_bits_of_training(make_trainer, value_model):
+    """Whatever the number of rows: a head's pass over twice as many rounds some of them otherwise."""
+    for seed in range(6):
+        trainer = make_trainer(
+            trainer={"value_model": value_model},
+            old_logprobs="rescored",
+            per_device_train_batch_size=2,
+            response_length=4 + seed,
+            seed=seed,
+        )
+        rollout, forwards = scored(trainer)
+        experience = shape(rollout, forwards, [1.0] * len(rollout.finished), 0.05, trainer.args)
+        ratios = []
+        for start in range(0, trainer.args.rollout_size, trainer.args.minibatch_size):
+            ratios.append(
+                update._gradients(trainer.roles, experience, start, 0.05, trainer.args, lambda tokens: None)[2]
+            )
+        assert not torch.cat(ratios).any()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -216,10 +216,14 @@ def test_old_call_forms_are_answered_with_the_new_one(tmp_path):
         PPOTrainer("model", None, args)
 
 
-def test_a_reward_model_scores_prompt_and_reply(make_trainer, tiny_model_dir, tiny_tokenizer):
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reward_model_scores_prompt_and_reply(make_trainer, tiny_model_dir, tiny_tokenizer, lora):
     from transformers import AutoModelForSequenceClassification
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
+    if lora:
+        adapter = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+        classifier = get_peft_model(classifier, adapter)
     trainer = make_trainer(
         trainer={"reward_funcs": classifier, "reward_processing_classes": [tiny_tokenizer]}, total_episodes=8
     )
@@ -324,6 +328,22 @@ def test_a_model_that_arrives_in_bfloat16_is_held_to_the_bounds_of_bfloat16(make
     first, second = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert 1e-3 < first["rollout/logp_diff_max"] < 0.3
     assert second["objective/kl"] != first["objective/kl"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "config"),
+    [(True, {"old_logprobs": "rescored"}), (False, {"top_p": 0.7, "min_new_tokens": 2, "kl_in": "loss"})],
+)
+def test_a_model_that_arrives_in_float64_is_trained(make_trainer, tmp_path, lora, config):
+    make_trainer(lora=lora, model_dtype=torch.float64, total_episodes=16, **config).train()
+    first, second = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert first["rollout/logp_diff_max"] < 1e-6
+    assert second["objective/kl"] != first["objective/kl"]
+
+
+def test_no_prompts_to_reply_to_are_named(make_trainer):
+    with pytest.raises(UserError, match="there are no prompts to reply to; give at least one"):
+        make_trainer().generate_replies([], seed=1)
 
 
 def test_a_model_that_cannot_generate_is_refused_at_once(make_trainer, tiny_model, monkeypatch):

@@ -176,3 +176,43 @@ def test_a_reference_that_is_not_the_policy_is_refused(make_trainer):
     with pytest.raises(UserError, match="policy and reference differ"):
         trainer.train()
     assert not trainer.journal.folder.path.exists()
+
+
+@pytest.mark.parametrize("switch", ["disable_adapter", "set_adapter"])
+def test_the_critic_trains_on_after_a_switch_of_pefts_own(make_trainer, switch):
+    trainer = make_trainer()
+    experience = experience_of(trainer)
+    trained = trainer.roles.policy_parameters | trainer.roles.value_parameters
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    if switch == "set_adapter":
+        trainer.roles.adapters.set_adapter("policy")
+    else:
+        with trainer.roles.adapters.disable_adapter():
+            pass
+    assert not all(p.requires_grad for p in trained.values())
+    run(trainer, experience)
+    assert [name for name, p in trained.items() if torch.equal(p, before[name])] == []
+
+
+def test_replies_are_the_policys_after_a_switch_of_pefts_own(make_trainer):
+    trainer = make_trainer()
+    run(trainer, experience_of(trainer))
+    expected = trainer.generate_replies(trainer.prompts[:3], seed=1)
+    trainer.roles.adapters.set_adapter("value")
+    assert torch.equal(trainer.generate_replies(trainer.prompts[:3], seed=1).logprobs, expected.logprobs)
+    trainer.roles.adapters.set_adapter("policy")
+    with trainer.roles.adapters.disable_adapter():
+        assert torch.equal(trainer.generate_replies(trainer.prompts[:3], seed=1).logprobs, expected.logprobs)
+
+
+def test_gradients_that_were_there_before_are_no_part_of_the_first_step(make_trainer):
+    """As a run that the step-0 check refuses leaves them to the next trainer on the same model."""
+    norms = []
+    for stale in (False, True):
+        trainer = make_trainer(lora=False)
+        experience = experience_of(trainer)
+        for parameter in trainer.roles.trained:
+            parameter.grad = torch.ones_like(parameter) if stale else None
+        stats, _ = run(trainer, experience)
+        norms.append((stats.policy_grad_norms, stats.value_grad_norms))
+    assert norms[0] == norms[1]
