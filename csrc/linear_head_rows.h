@@ -17,28 +17,32 @@ template <class E, int NV, bool kStore> struct Score {
     V c[MR][NV];
     logits_tile(x, i, c, ahead);
     LaneSums<S>& sums = *x.sums;
+    // The higher tile of a narrow panel is two of a wide one: a token's sums don't depend on how many others there are.
+    constexpr int group = MR < kRows ? MR : kRows;
 #pragma GCC unroll 2
     for (int j = 0; j < NV; ++j) {
       const int lane = j * kLanes<E>;
-      const V before = load<V>(sums.peak + lane);
-      V peak = before;
-#pragma GCC unroll 24
-      for (int r = 0; r < MR; ++r) peak = vmax(c[r][j], peak);  // NaN is left to the sums
-      store(sums.peak + lane, peak);
       const RowExp<V> k = lane_exp(load<V>(sums.scale + lane));
-      V total = load<V>(sums.total + lane), weighted = load<V>(sums.weighted + lane);
-      V drop = before - peak;
-      const V rescale = row_exp(drop, k);
-      weighted = fma(total, drop, weighted) * rescale;
-      total = total * rescale;
-#pragma GCC unroll 24
-      for (int r = 0; r < MR; ++r) {
-        V d = c[r][j] - peak;
-        const V e = row_exp(d, k);
-        total = total + e;
-        weighted = fma(e, d, weighted);
-        if constexpr (kStore) put_past_caches(x.logits + (i + r) * panel + lane, c[r][j]);
+      V peak = load<V>(sums.peak + lane), total = load<V>(sums.total + lane), weighted = load<V>(sums.weighted + lane);
+#pragma GCC unroll 2
+      for (int first = 0; first < MR; first += group) {
+        const V before = peak;
+#pragma GCC unroll 12
+        for (int r = first; r < first + group; ++r) peak = vmax(c[r][j], peak);  // NaN is left to the sums
+        V drop = before - peak;
+        const V rescale = row_exp(drop, k);
+        weighted = fma(total, drop, weighted) * rescale;
+        total = total * rescale;
+#pragma GCC unroll 12
+        for (int r = first; r < first + group; ++r) {
+          V d = c[r][j] - peak;
+          const V e = row_exp(d, k);
+          total = total + e;
+          weighted = fma(e, d, weighted);
+          if constexpr (kStore) put_past_caches(x.logits + (i + r) * panel + lane, c[r][j]);
+        }
       }
+      store(sums.peak + lane, peak);
       store(sums.total + lane, total);
       store(sums.weighted + lane, weighted);
     }

@@ -102,10 +102,14 @@ PPO_FAST_FN void product(const typename E::Word* a, int64_t row, int64_t step, c
   }
 }
 
-// job.tile<MR>(first row) over all rows: kTileRows at a time, then 4, then 1.
+// job.tile<MR>(first row) over all rows: kTileRows at a time, kRows, then 4, then 1.
 template <int NV, class Job> PPO_FAST_FN void over_rows(int64_t rows, const Job& job) {
   int64_t i = 0;
   for (; i + kTileRows<NV> <= rows; i += kTileRows<NV>) job.template tile<kTileRows<NV>>(i);
+  if (i + kRows <= rows) {
+    job.template tile<kRows>(i);
+    i += kRows;
+  }
   for (; i + 4 <= rows; i += 4) job.template tile<4>(i);
   for (; i < rows; ++i) job.template tile<1>(i);
 }

@@ -34,6 +34,13 @@ class Head:
         """The head's keyword arguments of every ``linear_*`` op, the weight aside."""
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
+    def is_same(self, other: Head) -> bool:
+        """Whether both are one matrix in memory, and not only equal."""
+        settings = (self.softcap, self.logit_scale)
+        return (
+            self.weight is other.weight and self.bias is other.bias and settings == (other.softcap, other.logit_scale)
+        )
+
     def without(self, token_ids: Sequence[int]) -> Head:
         """The head that gives ``token_ids`` no probability.
 

@@ -70,14 +70,16 @@ def policy_logprobs(actor: Actor, batch: Rollout, temperature: float) -> Tensor:
 
 
 def _logprobs(own_head: Head, hidden: Tensor, batch: Rollout, temperature: float) -> Tensor:
+    """The same [n B, T] from n sets of states [n B, T, H]."""
+    n = len(hidden) // len(batch.token_ids)
     parts = [
         ops.linear_selected_logprobs(
             hidden,
             head.weight,
-            batch.response_ids,
-            mask=mask,
+            batch.response_ids.repeat(n, 1),
+            mask=mask.repeat(n, 1),
             temperature=temperature,
-            kept_ids=batch.kept_ids,
+            kept_ids=None if batch.kept_ids is None else batch.kept_ids.repeat(n, 1, 1),
             **head.kwargs(),
         )
         for head, mask in batch.by_head(own_head, batch.response_mask)
@@ -91,8 +93,7 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
 
     A body runs once for all that its states serve: a critic that is a head on the policy takes the states that its
     log-probs were made from. Bodies that differ by an adapter run one after the other: a micro-batch has hundreds of
-    rows, at which a product of twice as many takes twice as long. So do their heads, even where they are one matrix:
-    the number of rows can decide a log-prob's last bit.
+    rows, at which a product of twice as many takes twice as long. Heads that are one matrix read it once, on CPUs.
 
     Rescored log-probs are made from the very rows that training takes together, and so of equal bits; else as many rows
     go together as are good for a pass without gradients.
@@ -112,14 +113,35 @@ def score(roles: Roles, rollout: Rollout, config: PPOConfig, progress: Progress)
         for name, actor in actors.items():
             with annotate(f"ppo_fast/{name}_forward"):
                 states[name] = actor.hidden(batch, after_last=True)
-            found = _logprobs(actor.head, states[name][:, :-1], batch, config.temperature)
-            logprobs[name][rows, :width] = found.float()
         row_values, bootstrap[rows] = roles.critic.values(
             batch, states.get("rescored") if roles.critic.shares_policy else None
         )
         values[rows, :width] = row_values.where(batch.response_mask, 0.0)
+        for head, names in _by_head(actors, device):
+            hidden = torch.cat([states[name][:, :-1] for name in names])
+            found = _logprobs(head, hidden, batch, config.temperature)
+            for name, own in zip(names, found.chunk(len(names)), strict=True):
+                logprobs[name][rows, :width] = own.float()
         progress(int(batch.response_mask.sum()))
     return Forwards(logprobs.get("rescored"), logprobs.get("reference"), values, bootstrap)
+
+
+def _by_head(actors: dict[str, Actor], device: torch.device) -> list[tuple[Head, list[str]]]:
+    """The actors' heads as they are now, each with the names of those that go through it together.
+
+    Only our C++ kernels promise a token the same bits whatever the others are, which rescored log-probs must have.
+    """
+    keeps_bits = device.type == "cpu" and ops.backends()["linear_selected_logprobs"]["cpu"] != "eager"
+    groups: list[tuple[Head, list[str]]] = []
+    for name, actor in actors.items():
+        head = actor.head
+        for other, names in groups:
+            if keeps_bits and head.is_same(other):
+                names.append(name)
+                break
+        else:
+            groups.append((head, [name]))
+    return groups
 
 
 def eos_rule(scores: Tensor, finished: Tensor, config: PPOConfig) -> Tensor:

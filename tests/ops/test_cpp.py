@@ -272,6 +272,24 @@ def test_a_token_does_not_depend_on_its_place(isa, dtype):
         assert OPS.ppo_loss(*one.values(), *settings)[1][0, 0] == expected.reshape(-1)[i]
 
 
+@pytest.mark.parametrize("V", [2501, 4999])  # their last blocks end in tiles of every height
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_does_not_depend_on_the_others_before_an_output_layer(isa, dtype, V):
+    """Panels of one vector and of two, full or not: the same log-prob, entropy and gradient of a token."""
+    hidden, weight = torch.randn(70, 33).to(dtype), torch.randn(V, 33).to(dtype)
+    ids = torch.randint(V, (70,))
+
+    def scored(rows: slice) -> tuple[Tensor, ...]:
+        leaf = hidden[rows].clone().requires_grad_()
+        pair = linear_selected_logprobs(leaf, weight, ids[rows], temperature=0.7, return_entropy=True)
+        (gradient,) = torch.autograd.grad(sum(y.sum() for y in pair), leaf)
+        return (*(y.detach() for y in pair), gradient)
+
+    expected = scored(slice(None))
+    for first, end in ((0, 1), (3, 10), (5, 21), (0, 17), (20, 52), (31, 64), (0, 48), (21, 70)):
+        assert same_bits(scored(slice(first, end)), tuple(y[first:end] for y in expected))
+
+
 def test_far_rows(isa, tmp_path):
     """Offsets past 2^31 elements, in a file of holes."""
     V, stride = 1003, 2**31 + 11

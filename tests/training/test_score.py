@@ -1,8 +1,11 @@
 """The score pass: what it says about replies, and how often it runs which body and which head."""
 
+import contextlib
+
 import pytest
 import torch
 
+import ppo_fast
 from ppo_fast import ops
 from ppo_fast.training import experience, update
 from ppo_fast.training.experience import policy_logprobs, score, shape
@@ -42,8 +45,8 @@ def test_each_role_says_what_it_says_alone(make_trainer, lora, value_model, resc
     ("lora", "value_model", "rescored", "bodies", "heads"),
     [
         (True, None, False, 2, 1),  # reference, critic
-        (True, None, True, 3, 2),  # the policy too
-        (True, "head", True, 2, 2),  # policy and critic in one
+        (True, None, True, 3, 1),  # the policy too; its head is the reference's
+        (True, "head", True, 2, 1),  # policy and critic in one
         (True, "head", False, 2, 1),
         (False, "head", True, 2, 2),  # the reference is a copy, and so is its head
     ],
@@ -102,22 +105,26 @@ def test_rows_to_a_pass(make_trainer, monkeypatch, together, rescored, passes):
     torch.testing.assert_close(forwards.bootstrap_values, last, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["eager", None])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 9}])
 @pytest.mark.parametrize("value_model", [None, "head"])
-def test_rescored_logprobs_have_the_bits_of_training(make_trainer, value_model):
-    """Whatever the number of rows: a head's pass over twice as many rounds some of them otherwise."""
-    for seed in range(6):
+def test_rescored_logprobs_have_the_bits_of_training(make_trainer, tmp_path, value_model, settings, backend):
+    """Whatever the number of rows, and with the reference's in the same pass over the head."""
+    for seed in range(4):
         trainer = make_trainer(
             trainer={"value_model": value_model},
+            output_dir=str(tmp_path / str(seed)),
             old_logprobs="rescored",
             per_device_train_batch_size=2,
             response_length=4 + seed,
             seed=seed,
+            **settings,
         )
-        rollout, forwards = scored(trainer)
-        experience = shape(rollout, forwards, [1.0] * len(rollout.finished), 0.05, trainer.args)
-        ratios = []
-        for start in range(0, trainer.args.rollout_size, trainer.args.minibatch_size):
-            ratios.append(
-                update._gradients(trainer.roles, experience, start, 0.05, trainer.args, lambda tokens: None)[2]
-            )
-        assert not torch.cat(ratios).any()
+        with contextlib.nullcontext() if backend is None else ppo_fast.backends.force(backend):
+            rollout, forwards = scored(trainer)
+            made = shape(rollout, forwards, [1.0] * len(rollout.finished), 0.05, trainer.args)
+            log_ratios = [
+                update._gradients(trainer.roles, made, start, 0.05, trainer.args, lambda tokens: None)[2]
+                for start in range(0, trainer.args.rollout_size, trainer.args.minibatch_size)
+            ]
+        assert not torch.cat(log_ratios).any()
