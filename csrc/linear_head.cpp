@@ -18,7 +18,8 @@
 // float32 over one block and in double from there. The gradient is formed in float32, at the token itself from expm1 in
 // double; it is rounded to bfloat16 only as an operand of bfloat16 dot products.
 //   Segments depend on the shape alone and are combined in order, the sums by one thread, d_hidden by whichever thread
-// has finished the next segment: the bits don't depend on the number of threads.
+// has finished the next segment: the bits don't depend on the number of threads. A token's don't depend on how many
+// others there are: a panel of one vector takes its sums over as many rows at a time as one of two.
 #include <atomic>
 #include <cmath>
 #include <cstring>

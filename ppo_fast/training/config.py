@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,9 @@ class PPOConfig:
     """Of adapters' initial weights, prompt order, sampling and minibatches."""
 
     def __post_init__(self) -> None:
+        for name in ("output_dir", "vllm_weights_dir"):
+            if isinstance(path := getattr(self, name), os.PathLike):  # the record of a run holds texts
+                object.__setattr__(self, name, os.fspath(path))
         for field in dataclasses.fields(self):
             _check_type(field, getattr(self, field.name))
         for name, allowed in _CHOICES.items():

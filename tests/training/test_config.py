@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from ppo_fast.errors import UserError
@@ -81,6 +83,10 @@ def test_episodes_that_are_not_whole_iterations_name_a_number_that_works():
 def test_bad_values_are_named(settings, message):
     with pytest.raises(UserError, match=message):
         config(**settings)
+
+
+def test_folders_may_be_paths():
+    assert PPOConfig(output_dir=Path("runs") / "a").output_dir == str(Path("runs") / "a")
 
 
 def test_numbers_may_be_whole_and_texts_a_tuple():
