@@ -90,6 +90,8 @@ def linear_selected_logprobs(
         z = softcap * tanh(z / softcap)      Gemma 2's ``final_logit_softcapping``
         z = z / temperature
 
+    The C++ kernels give a token the same bits whatever the other tokens are, how many, and for any number of threads.
+
     Args:
         hidden: ``[..., H]`` float32, bfloat16, float16 or float64, any strides; cast to the dtype of ``weight``.
         weight: ``[V, H]``, any strides; may be the (tied) embedding. A plain tensor or Parameter. Of a layer that peft
